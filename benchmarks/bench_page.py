@@ -26,16 +26,16 @@ def bench_page(sources: Sources) -> str:
         "# Benchmarks",
         "\n".join(f"- {line}" for line in [*_in_short(compared), quietness(sources.results)]),
         "## The planner's choice",
-        "One step of `auto`: predicted before the run, and measured. Next to it: how many times as fast `auto` is as "
-        "DDP tuned by search (the median ratio of the rounds, and its standard error), and its efficiency, which is its "
+        "Each row compares the step of `auto` predicted before the run with the measured step. *Times tuned DDP*: speed of "
+        "`auto` divided by that of DDP tuned by search (median ratio of the rounds, and its standard error). *Efficiency*: "
         "throughput divided by the sum of the devices' solo throughputs.",
         _auto_table(compared, sources.results),
         *([f"![Efficiency]({sources.figure})"] if sources.figure else []),
         "## All plans",
-        "Seconds of one step.",
+        "Time of one step.",
         _plan_table(compared),
         *(
-            ["## Equal devices", "Fleets of 1 to 8 equal devices. Seconds of one step.", _plan_table(equal)]
+            ["## Equal devices", "Time of one step on fleets of 1 to 8 equal devices.", _plan_table(equal)]
             if equal
             else []
         ),
@@ -47,13 +47,14 @@ def bench_page(sources: Sources) -> str:
 
 
 _HOW = (
-    "A step lasts from a common start to the end of the slowest device's last step, divided by the steps of the round. It "
-    "contains loading, the loss and the optimizer. All plans of a case take turns, round after round.\n\n"
+    "All devices start a round of steps together; the time until the slowest device ends, divided by the number of steps, is "
+    "the time of one step. It includes loading, the loss and the optimizer. All plans of a case take turns, round after "
+    "round.\n\n"
     f"`{IN_TURN}` is plain PyTorch on each device in turn, with the global batch; `{ALONE}` is the same on all devices at "
     "once. `ddp-even` and `ddp-tuned` are PyTorch's DistributedDataParallel on gloo, with the same batches and gradients. "
-    "For `ddp-tuned`, shares, bucket size, `static_graph` and `ZeroRedundancyOptimizer` are searched; the search is not "
-    "counted. `fsdp` is FSDP2 with even shards and the batch split by solo speeds. `auto` is what `convoy train --plan auto` "
-    "settles on. Nothing is encrypted since 25 November 2026 "
+    "For `ddp-tuned`, a search (not counted) chooses shares, bucket size, `static_graph` and `ZeroRedundancyOptimizer`. "
+    "`fsdp` is FSDP2 with even shards and the batch split by solo speeds. `auto` is the plan that `convoy train --plan auto` "
+    "finally uses. Since 25 November 2026 nothing is encrypted "
     "([decision 77](decisions/077-messages-as-fast-as-ddp.md)).\n\n"
     "Each file in `benchmarks/results/bench` holds one case: all rounds, the search for tuned DDP, the lower bound, the "
     "machine, the revision of the code, the date and the command."
@@ -71,19 +72,19 @@ def _in_short(rows: Sequence[Row]) -> list[str]:
         if ratios:
             faster = sum(ratio > 1 for ratio in ratios)
             lines.append(
-                f"`auto` was faster than {name} in {faster} of {len(ratios)} cases: {min(ratios):.2f} to "
-                f"{max(ratios):.2f} times its speed."
+                f"`auto` was faster than {name} in {faster} of {len(ratios)} cases; its speed was {min(ratios):.2f} to "
+                f"{max(ratios):.2f} times that of {name}."
             )
     found = [value for row in rows if row.plan == AUTO and (value := efficiency(row, rows)) is not None]
     if found:
         lines.append(f"Efficiency of `auto`: {min(found):.2f} to {max(found):.2f} in {len(found)} cases.")
-    beside = [
+    relative = [
         best.median_s / auto.median_s
         for case in cases_of(rows)
         if (best := fastest_alone(case)) and (auto := next((row for row in case if row.plan == AUTO), None))
     ]
-    if beside:
-        lines.append(f"In the worst case `auto` has {min(beside):.2f} times the speed of the fastest device alone.")
+    if relative:
+        lines.append(f"In the worst case `auto` has {min(relative):.2f} times the speed of the fastest device alone.")
     return lines
 
 

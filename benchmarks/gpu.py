@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu [--only parity] [--device cuda:0] [--page FILE]
 
-On a machine without one a simulated accelerator takes its place (tests/support/sim): that tries the code, and gives no figures.
+On a machine without one, a simulated accelerator (tests/support/sim) tests the code; its times mean nothing.
 """
 
 import copy
@@ -500,7 +500,7 @@ def page_of(place: Place, rows: Sequence[Row], took_s: float) -> str:
             f"{ground['cores']} cores, Python {ground['python']}, torch {ground['torch']}, convoy {ground['convoy']} at "
             f"{ground['revision'] or 'an unknown revision'}, {made['date'][:10]}, {took_s:.0f} s.",
             f"```\n{COMMAND}\n```",
-            table(["part", "what", "found", "as it should be"], body),
+            table(["part", "test", "result", "as expected"], body),
         )
     ) + "\n"  # fmt: skip
 
@@ -511,12 +511,12 @@ def page_of_none() -> str:
     return "\n\n".join(
         (
             "# On an accelerator",
-            "**No GPU has run this yet.** Tests, and this command where there is no GPU, run on a simulated accelerator "
-            "(`tests/support/sim`): it has memory, streams and events of its own, and knows nothing of speed, TF32, cuDNN or "
-            "NCCL. On a machine with a GPU the command takes at most ten minutes and writes its findings here, with hardware "
-            f"and date. Each part runs by itself, too: `{COMMAND} --only parity`.",
+            "**No GPU has run this yet.** Without a GPU, the tests and this command use a simulated accelerator "
+            "(`tests/support/sim`). It has separate memory, streams and events, but no realistic speed, TF32, cuDNN or NCCL. "
+            "On a machine with a GPU the command takes at most ten minutes and writes its results here, with hardware "
+            f"and date. To run one part: `{COMMAND} --only parity`.",
             "```\nmake gpu\n```",
-            table(["part", "what it shows"], rows),
+            table(["part", "test"], rows),
         )
     ) + "\n"  # fmt: skip
 
@@ -534,9 +534,7 @@ def main(
     console, rows, start_s = Console(soft_wrap=True), [], time.perf_counter()
     with place_of(device) as place:
         if place.simulated:
-            console.print(
-                "No accelerator that torch can use is here: a simulated one takes its place. Its speeds mean nothing."
-            )
+            console.print("torch finds no accelerator on this machine: using a simulated one. Its speeds mean nothing.")
         for name in only or PARTS:
             for row in found_by(name, place):
                 rows.append(row)

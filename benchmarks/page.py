@@ -53,23 +53,24 @@ def validation_page(paper: Paper) -> str:
         "## In short",
         "\n".join(f"- {line}" for line in short),
         "Every prediction was written to the results file before the first run of its net, from measured layers and links of "
-        "that fleet. Nothing was fitted to a run. The machines are at the end of the page.",
+        "that fleet. No number was fitted to a run. The end of the page lists the machines.",
         "## Error by plan",
-        "(predicted - measured) / measured, where measured is the median of the rounds. Steady rows are those where the "
-        "middle half of the rounds lies within 5 % of the median. Filter-split are `master`, `model`, and `auto` where it "
-        "splits a layer by filter.",
+        "The error is (predicted - measured) / measured; measured is the median of the rounds. In steady rows, the middle half "
+        "of the rounds is within 5 % of the median. Filter-split rows are `master`, `model`, and `auto` if it splits a layer "
+        "by filter.",
         _error_table(rows, error),
         *_drifted(rows),
         *([f"![Predicted against measured]({paper.figure})"] if paper.figure else []),
         "## What `auto` chose",
-        "Behind: how much longer the measured step of `auto` is than that of the best measured plan. The best of several "
-        "noisy medians is slightly too fast, so even a perfect planner would not reach 0. Noise: the standard error.",
+        "*Behind*: how much longer the measured step of `auto` is than that of the best measured plan. The best of several "
+        "noisy medians is slightly too fast, so even a perfect planner would not reach 0. *Noise*: the standard error.",
         _choice_table(choices(rows)),
         "## Every configuration",
-        "Spread: (slowest - fastest) / median of the rounds; middle: that of the middle half. " + how_timed(),
+        "*Spread*: (slowest - fastest) / median of the rounds; *middle*: the same for their middle half. "
+        + how_timed(),
         _full_table(rows),
         "## Machines",
-        "Each file in `benchmarks/results/validation` names its command.",
+        "Each file in `benchmarks/results/validation` contains its command.",
         "\n".join(f"- {line}" for line in machines(paper.results)),
     ]
     return "\n\n".join(parts) + "\n"
@@ -106,18 +107,18 @@ def quietness(results: Sequence[FleetResult]) -> str:
     nets = [net for result in results for net in result.nets.values() if net.finished]
     shares = [net.others for net in nets if net.others is not None]
     if not shares:
-        return "How much of the processor other programs took during the runs is not known."
+        return "The processor time that other programs used during the runs is not known."
     return (
-        f"Processor time that other programs, and the kernel for the network, took during the runs: {max(shares):.1%} of the "
-        f"machine at most, {percentile(shares, 0.5):.1%} in the median net."
+        f"Other programs, and the kernel's network code, used {max(shares):.1%} of the machine's processor time at most, "
+        f"{percentile(shares, 0.5):.1%} in the median net."
     )
 
 
 def how_timed() -> str:
     """Explain how a step is measured."""
     return (
-        "A step: from a common start to the end of the slowest device's last step, over the number of steps of the round; "
-        "loading the batch, the loss and the optimizer included."
+        "The time of a step is that from a common start to the end of the slowest device's last step, divided by the number of "
+        "steps. It includes loading the batch, the loss and the optimizer."
     )
 
 
@@ -125,25 +126,25 @@ def _verdicts(rows: Sequence[Row]) -> list[str]:
     lines = []
     calm = [row for row in rows if steady(row)]
     for name, some, target in (
-        ("over all", rows, MEAN_TARGET),
-        ("over the filter-split rows", [r for r in rows if splits_filters(r)], FILTER_TARGET),
-        ("over the steady rows", calm, MEAN_TARGET),
-        ("over the steady filter-split rows", [r for r in calm if splits_filters(r)], FILTER_TARGET),
+        ("of all rows", rows, MEAN_TARGET),
+        ("of the filter-split rows", [r for r in rows if splits_filters(r)], FILTER_TARGET),
+        ("of the steady rows", calm, MEAN_TARGET),
+        ("of the steady filter-split rows", [r for r in calm if splits_filters(r)], FILTER_TARGET),
     ):
         found = summarise(some)
         if found is None:
-            lines.append(f"Mean error {name}: there is no such row.")
+            lines.append(f"Mean absolute error {name}: no rows.")
             continue
         verdict = "met" if found.mean <= target else "missed"
         lines.append(
-            f"Mean absolute error {name}: {found.mean:.1%} of {found.count} rows (median {found.median:.1%}, worst "
-            f"{found.worst:.1%}, with its sign {found.mean_signed:+.1%}); the target of {target:.0%} is {verdict}."
+            f"Mean absolute error {name} ({found.count}): {found.mean:.1%} (median {found.median:.1%}, worst "
+            f"{found.worst:.1%}, signed mean {found.mean_signed:+.1%}); the target of {target:.0%} is {verdict}."
         )
     return lines
 
 
 def _intervals(rows: Sequence[Row]) -> list[str]:
-    """Say how often the measured step lies in the predicted interval of a measured fleet."""
+    """Return a sentence: how many measured steps are within the predicted interval."""
     factor = SIMULATION["measured"].step
     found = [Residual(row.plan, row.net, row.predicted_s, row.median_s) for row in rows if row.predicted_s is not None]
     if not found:
@@ -153,24 +154,24 @@ def _intervals(rows: Sequence[Row]) -> list[str]:
         f"{net} {inside(some, factor):.0%}" for net, some in nets.items() if inside(some, factor) < INTERVAL_TARGET
     ]
     verdict = "met" if inside(found, factor) >= INTERVAL_TARGET else "missed"
-    others = f"; taken from all other nets it holds {held(found):.0%} of a net's" if len(nets) > 1 else ""
+    others = f"; factors from all other nets contain {held(found):.0%} of a net's rows" if len(nets) > 1 else ""
     return [
-        f"The interval, predicted / {factor} to predicted * {factor}, holds {inside(found, factor):.0%} of {len(found)} rows; "
-        f"the target of {INTERVAL_TARGET:.0%} is {verdict}. Its factor is from these rows{others}. Nets below the target: "
-        f"{', '.join(short) or 'none'}."
+        f"The interval, predicted / {factor} to predicted * {factor}, contains {inside(found, factor):.0%} of {len(found)} "
+        f"rows; the target of {INTERVAL_TARGET:.0%} is {verdict}. Its factor was calculated from these rows{others}. Nets "
+        f"below the target: {', '.join(short) or 'none'}."
     ]
 
 
 def _choice_verdicts(found: Sequence[Choice]) -> list[str]:
     if not found:
-        return ["Nothing to say about what `auto` chose: it was not measured beside other plans."]
+        return ["The choice of `auto` cannot be judged: no other plan was measured."]
     near = sum(each.near for each in found) / len(found)
     allowed = sum(each.near_within_noise for each in found) / len(found)
     verdict = "met" if near >= CHOICE_TARGET else "missed"
     with_noise = "met" if allowed >= CHOICE_TARGET else "missed"
     return [
-        f"The plan that `auto` chose was, measured, within 3 % of the best in {near:.0%} of {len(found)} cases; the "
-        f"target of {CHOICE_TARGET:.0%} is {verdict}. Where twice the noise of the two medians is allowed: {allowed:.0%}, "
+        f"The measured step of `auto` was within 3 % of the best plan's in {near:.0%} of {len(found)} cases; the "
+        f"target of {CHOICE_TARGET:.0%} is {verdict}. If twice the noise of the two medians is allowed: {allowed:.0%}, "
         f"{with_noise}."
     ]
 
@@ -181,37 +182,37 @@ def _losses(rows: Sequence[Row]) -> list[str]:
     if not groups:
         return []
     apart = max(relative_range([row.loss for row in some if row.loss is not None]) for some in groups)
-    return [f"The loss of the first step, of all plans of one net, batch and fleet, differs by {apart:.1e} at most."]
+    return [f"For one net, batch and fleet, the first losses of all plans differ by {apart:.1e} at most."]
 
 
 def _noise(rows: Sequence[Row]) -> list[str]:
     spreads = [full_spread(row.rounds_s) for row in rows]
     repeated = [row for row in rows if len(row.rounds_s) > 1]
     line = (
-        f"Noise of the machine, from repeating the same run: spread of the rounds {percentile(spreads, 0.5):.1%} (median), "
-        f"{percentile(spreads, 0.9):.1%} (nine tenths of the rows stay below)"
+        f"Noise when the same run is repeated: spread of the rounds {percentile(spreads, 0.5):.1%} (median), "
+        f"{percentile(spreads, 0.9):.1%} (90th percentile)"
     )
     if repeated:
         errors = [standard_error(row.rounds_s) for row in repeated]
         line += (
             f"; standard error of a row's median {percentile(errors, 0.5):.1%} (median), "
-            f"{percentile(errors, 0.9):.1%} (nine tenths)"
+            f"{percentile(errors, 0.9):.1%} (90th percentile)"
         )
     fewest = min(len(row.rounds_s) for row in rows)
-    return [f"{line}. {sum(map(steady, rows))} of {len(rows)} rows are steady. At least {fewest} rounds each."]
+    return [f"{line}. {sum(map(steady, rows))} of {len(rows)} rows are steady. Each has at least {fewest} rounds."]
 
 
 def _drifted(rows: Sequence[Row]) -> list[str]:
-    """Return the same table scaled to the measured machine speed, where that speed is known."""
+    """Return the error table corrected by the measured drift of the machine's speed, if known."""
     drifts = [drift for row in rows for drift in row.drifts]
     if not drifts:
         return []
     return [
-        "## The same at the speed of the measuring",
-        "The processor's speed wanders on this machine. Before every run the same small convolution was timed on all devices "
-        f"at once, as while the tables were measured: it took {min(drifts):.2f} to {max(drifts):.2f} times as long as then, "
-        f"{percentile(drifts, 0.5):.2f} times in the median. Here each round is divided by that. This is no prediction of "
-        "the machine's speed, which nobody has; it tells what is left of the errors when the speed is known.",
+        "## Errors corrected for the machine's speed",
+        "The speed of this machine's processor changes with time. The same small convolution was timed on all devices at once, "
+        f"with the layers and again before every run. Before the runs it took {min(drifts):.2f} to {max(drifts):.2f} times as "
+        f"long, {percentile(drifts, 0.5):.2f} times in the median. Here each round is divided by this factor. The table shows "
+        "the errors that remain if the machine's speed is known.",
         _error_table(rows, error_at_measured_speed),
     ]
 
@@ -229,7 +230,7 @@ def _error_table(rows: Sequence[Row], of: Callable[[Row], float]) -> str:
                 [name, str(found.count), f"{found.mean:.1%}", f"{found.median:.1%}", f"{found.worst:.1%}",
                  f"{found.mean_signed:+.1%}"]
             )  # fmt: skip
-    return table(["rows", "number", "mean absolute", "median absolute", "worst", "mean with sign"], body)
+    return table(["rows", "number", "mean absolute", "median absolute", "worst", "signed mean"], body)
 
 
 def _choice_table(found: Iterable[Choice]) -> str:

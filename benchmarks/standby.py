@@ -46,9 +46,8 @@ from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.plan.plan import Plan
 from convoy.planner.knowledge import FleetKnowledge
-from convoy.planner.prediction import predict_plan
+from convoy.planner.prediction import SparePrice, predict_plan, spare_price
 from convoy.planner.request import PlanRequest
-from convoy.planner.snapshot_cost import SparePrice, spare_price
 from convoy.simulate.costs import ENCRYPTION_S_PER_BYTE
 from convoy.simulate.table import Measurement
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.three [--page docs/three.md] [--no-measure] [--no-predict]
 
-Measured on simulated accelerators (tests/support/sim) that keep stated speeds, in four minutes: that tries plans,
-exchange and staging end to end, with the wire of one machine, beside what is predicted from a measurement of these devices.
-What real GPUs would reach is predicted, from the catalogue.
+Measures simulated accelerators of given speeds (tests/support/sim) in four minutes, and compares the steps with predictions
+from a measurement of these devices. This tests plans, exchange and staging end to end, within one machine. Speedups of real
+GPUs are predicted from the catalogue.
 """
 
 import itertools
@@ -40,13 +40,13 @@ from convoy.simulate.table import read_fleet_file
 
 COMMAND = "python -m benchmarks.three"
 PUBLISHED = 2.45
-"""Times one device: three GPUs, 500:1500 filters (Marques, Falcao, Alexandre 2018, abstract)."""
+"""Published speedup of three GPUs over one device, 500:1500 filters (Marques, Falcao, Alexandre 2018, abstract)."""
 
 NET = "two-conv:500:1500"
 IMAGE = (3, 32, 32)
 DEVICES = ("sim:0", "sim:1", "sim:2", "cpu")
 SLOWDOWNS = (4.0, 4.0, 4.0, 40.0)
-"""Beside one core. All together want less than the two cores of a small machine: no device waits for another's core."""
+"""Relative to one core. All devices together need less than two cores, so no device waits for another's core."""
 
 BATCH, ALONE_STEPS, STEPS = 8, 3, 6
 IN_CHUNKS = "auto, one sample at a time"
@@ -64,7 +64,7 @@ LATENCY_S = 5e-5
 
 @dataclass(frozen=True)
 class Predicted:
-    """Both plans on one fleet. Speedups are over its fastest device; `limit` is that of the summed speeds."""
+    """Predictions of both plans on one fleet. `limit`: the sum of solo speeds divided by that of the fastest device."""
 
     master: PlanPrediction
     auto: PlanPrediction
@@ -104,10 +104,8 @@ def speedup(graph: Graph, gpu: str, plan: str, bits_per_s: float, *, free: bool)
 
 
 def wire_for(graph: Graph, gpu: str, plan: str, *, free: bool) -> tuple[float | None, float]:
-    """Return the lowest link rate (bits/s, to a tenth) at which a plan reaches `PUBLISHED`, and its speedup at the
-    highest.
-
-    None: that is not enough.
+    """Return the lowest link rate (bits/s, within 10 %) at which a plan reaches `PUBLISHED` (None: no rate is enough), and
+    its speedup at the highest rate.
     """
     low, high = 1e8, WIDEST_BITS_PER_S
     most = speedup(graph, gpu, plan, high, free=free)
@@ -138,13 +136,13 @@ def predictions(graph: Graph, say: Callable[[str], None]) -> list[str]:
         say(f"wire for {PUBLISHED:g}: {', '.join(needs[-1])}")
     plans = ["`master`", "`auto`", "`master`, free", "`auto`, free"]
     return [
-        f"Three machines with one such GPU each and a fourth with a processor alone (`{PROCESSOR}`), from the catalogue of "
-        f"device classes; each with a link to a switch, {LATENCY_S * 1e6:g} us. Times the speed of one GPU alone, by messages "
-        "through host memory as Convoy sends them, and *free*: if bytes took time on the wire alone.",
+        f"The fleet has three machines with one such GPU each and a fourth with only a CPU (`{PROCESSOR}`), from the catalogue "
+        f"of device classes. Each has a link to a switch with a latency of {LATENCY_S * 1e6:g} us. The plans' columns give the "
+        "speedup over one GPU. Messages go through host memory; *free*: copying and handling bytes takes no time.",
         table(["GPU", "Gbit/s", "batch", "samples/s of one", *plans, "limit"], rows),
-        f"The least Gbit/s of every link with which they reach {PUBLISHED:g} times one GPU, at batch {REAL_BATCHES[-1]:,}; "
-        f"*never*: what they reach with {WIDEST_BITS_PER_S / 1e9:,.0f} Gbit/s, where the master's own work remains and, unless "
-        "free, the processors' handling of bytes:",
+        f"The next table gives the slowest link (Gbit/s) with which the fleet is {PUBLISHED:g} times as fast as one GPU, at "
+        f"batch {REAL_BATCHES[-1]:,}. *never*: the speedup with {WIDEST_BITS_PER_S / 1e9:,.0f} Gbit/s. At this rate only the "
+        "layers that the master computes alone limit it and, unless free, the handling of bytes:",
         table(["GPU", *plans], needs),
     ]
 
@@ -157,7 +155,7 @@ class Measured:
     """The printed results of one run.
 
     Attributes:
-        forward_s: the first device's part of the large convolution, forward, a step.
+        forward_s: seconds per step in which the first device computes the large convolution forward.
     """
 
     seconds: tuple[float, ...]
@@ -167,7 +165,7 @@ class Measured:
 
     @property
     def step_s(self) -> float:
-        """Return the median without the first step, which initialises."""
+        """Return the median step without the first, which includes initialisation."""
         return statistics.median(self.seconds[1:])
 
 
@@ -184,7 +182,7 @@ def train(place: Place, net: str, devices: Sequence[str], steps: int, plan: Path
     """Run a separate training job.
 
     Raises:
-        InputError: it failed; its last line.
+        InputError: the job failed.
     """
     printed = _job(place, net, devices, steps, *([plan] if plan else []))
     line = next((line for line in printed.splitlines() if "worker {" in line), None)
@@ -237,19 +235,19 @@ def measurements(place: Place, net: str, graph: Graph, say: Callable[[str], None
             ]
         )  # fmt: skip
         say(f"measured: {', '.join(rows[-1])}")
-    columns = ["plan", "a step", "predicted", "convolution 2", "predicted", "times one device", "predicted"]
-    columns += ["of the limit", "losses apart from one device's"]
+    columns = ["plan", "step", "predicted", "convolution 2", "predicted", "speedup", "predicted"]
+    columns += ["of the limit", "loss difference from one device"]
     speeds = " : ".join(f"{SLOWDOWNS[0] / slowdown:g}" for slowdown in SLOWDOWNS)
     return [
-        f"{', '.join(DEVICES)} with speeds of {speeds}, batch {BATCH}, {STEPS} steps; {DEVICES[0]} alone takes "
-        f"{alone.step_s:.3f} s a step, the limit is {limit:.2f} times that speed. "
-        f"Other programs took {max(others):.0%} of the machine at most.",
+        f"{', '.join(DEVICES)} with speeds of {speeds}, batch {BATCH}, {STEPS} steps. {DEVICES[0]} alone needs "
+        f"{alone.step_s:.3f} s per step; the limit is {limit:.2f} times that speed. "
+        f"Other programs used {max(others):.0%} of the machine at most.",
         table(columns, rows),
-        f"Convolution 2: {DEVICES[0]}'s part of it, forward. `{IN_CHUNKS}`: the plan of `auto`, where the inputs of that "
-        f"convolution come in {BATCH} pieces and it begins with the first. Every call of a convolution brings its weights into "
-        "the order in which it computes: with a sample a call, that is a third more. Predictions from peaks alone do not know "
-        "this, since a roofline knows no time of a call: by them `auto` chose the pieces, and was slower than `master`. "
-        "Measured times do: layers are timed from one sample on.",
+        f"*Convolution 2* is {DEVICES[0]}'s forward time for its share of this layer. In `{IN_CHUNKS}`, the plan of `auto` "
+        f"receives the inputs of this convolution in {BATCH} chunks and starts with the first. Every call of a convolution "
+        "reorders its weights, so one call per sample takes a third longer. A roofline does not model this: with predictions "
+        "from peaks alone, `auto` chose chunks and was slower than `master`. Measured times include it, because layers are "
+        "timed from one sample on.",
     ]
 
 
@@ -289,13 +287,13 @@ def page_of(made: dict[str, Any], measured: Sequence[str], predicted: Sequence[s
     return "\n\n".join(
         (
             f"<!-- Made by `{COMMAND}`; do not edit. -->",
-            "# Three accelerators beside CPUs",
-            f"Marques, Falcao and Alexandre (2018) report {PUBLISHED:g} times the speed of one device with three GPUs, for two "
-            "convolutions of 500 and 1500 filters, by the plan that is `master` here. Which GPUs, how unequal, which of them "
-            "was the one device and over which wire is not known.",
+            "# Three accelerators next to CPUs",
+            f"Marques, Falcao and Alexandre (2018) report a speedup of {PUBLISHED:g} with three GPUs over one device, for two "
+            "convolutions of 500 and 1500 filters, with the plan that Convoy calls `master`. They do not say which GPUs and "
+            "links they used, how unequal the GPUs were, or which of them was the one device.",
             "## Measured, on simulated accelerators",
-            "No GPU: simulated accelerators compute on the processor and keep stated speeds by pausing, as slowed devices do. "
-            "Plans, staging and exchange are those of a GPU; the wire is that of one machine.",
+            "No GPU was used: simulated accelerators compute on the processor and pause to keep a given speed, as slowed "
+            "devices do. Plans, staging and exchange are those of a GPU; messages stay within one machine.",
             *measured,
             "## Predicted, for real GPUs",
             *predicted,

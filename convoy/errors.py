@@ -2,7 +2,7 @@
 
 ::
 
-    ConvoyError            all of them
+    ConvoyError            base class
     ├── InputError         unusable user input: a name, a number, a file, a plan
     │   ├── PlanError      a plan that does not fit the model, the devices or itself
     │   └── DataError      images that are missing, truncated or do not match their checksum
@@ -10,7 +10,7 @@
     ├── MismatchError      the devices of one job have different models, plans or versions
     └── DeviceLostError    a device died, froze or left; the message names it
 
-Every message gives the value, the rule and the remedy. None is longer than a screen.
+Every message gives the value, the rule and the remedy. No message is longer than a screen.
 """
 
 import difflib
@@ -18,24 +18,24 @@ from collections.abc import Iterable
 from typing import Self
 
 MOST_SHOWN = 200
-"""Characters of a value in a message."""
+"""Largest number of characters that a message shows of a value."""
 
 MOST_LINE, MOST_LINES = 1500, 60
-"""Characters of a line of a message, and its lines."""
+"""Largest number of characters of a line in a message, and of lines."""
 
 
 def shown(value: object) -> str:
-    """Return a value for a message: its repr, or a path's name; at most `MOST_SHOWN` long."""
+    """Return a value's text for a message, such as its repr; at most about `MOST_SHOWN` characters."""
     try:
         text = repr(value) if isinstance(value, str | bytes | int | float | list | tuple | dict | None) else str(value)
-    except (RecursionError, ValueError):  # nested too deep, or a number of more than 4,300 digits
+    except (RecursionError, ValueError):  # nested too deeply, or an integer of more than 4,300 digits
         return f"a {type(value).__name__} too large to be shown"
     return shortened(text)
 
 
 def bounded(message: str) -> str:
-    """Limit the lines of a message and their number. Cut the middle: the value is at the start, the remedy at the end."""
-    message = message.encode("utf-8", "backslashreplace").decode()  # a file name may be no UTF-8
+    """Shorten a message in the middle, by characters and lines: the value is at the start, the remedy at the end."""
+    message = message.encode("utf-8", "backslashreplace").decode()  # a file name may not be valid UTF-8
     lines = [shortened(line, MOST_LINE) for line in message.split("\n")]
     if len(lines) > MOST_LINES:
         half = MOST_LINES // 2
@@ -44,7 +44,7 @@ def bounded(message: str) -> str:
 
 
 def shortened(text: str, most: int = MOST_SHOWN) -> str:
-    """Cut the middle of a text that is too long."""
+    """Replace the middle of a text that is longer than `most` characters."""
     if len(text) <= most:
         return text
     left = (most - 40) * 2 // 3
@@ -59,7 +59,7 @@ class ConvoyError(Exception):
         super().__init__(bounded(message))
 
     def again(self) -> Self:
-        """Return a copy without a traceback, which would keep the tensors of its frames alive."""
+        """Return a copy without the traceback, because a traceback keeps the tensors of its frames alive."""
         made = type(self).__new__(type(self), *self.args)
         vars(made).update(vars(self))
         return made
@@ -86,7 +86,7 @@ class MismatchError(ConvoyError):
 
 
 class DeviceLostError(ConvoyError):
-    """A device of the job, the one of index `device`, died, froze past the time limit or left."""
+    """A device of the job (`device`: its id) died, froze past the time limit or left."""
 
     def __init__(self, device: int, message: str) -> None:
         super().__init__(message)
@@ -94,7 +94,7 @@ class DeviceLostError(ConvoyError):
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> InputError:
-    """Return the error for an unknown name, with the known ones and the most similar."""
+    """Return the error for an unknown name. It lists the choices and suggests the most similar one."""
     choices = sorted(choices)
     known = {choice.partition(":")[0]: choice for choice in choices}
     near = difflib.get_close_matches(name.partition(":")[0][:80], known, n=1)

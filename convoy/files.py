@@ -1,7 +1,7 @@
-"""Read user files within bounds, and write files whole or not at all.
+"""Read user files with limits on type, size and nesting, and write files atomically.
 
-A path may name an endless pipe, a device, a folder or gigabytes; a text may be nested a hundred thousand levels deep. Each of
-these is an error that says so.
+A path may name an endless pipe, a device, a folder or a huge file; a text may be nested a hundred thousand levels deep. Each
+of these raises a clear error.
 """
 
 import errno
@@ -19,22 +19,22 @@ from typing import Any
 from convoy.errors import InputError, shown
 
 MOST_TEXT_BYTES = 64 << 20
-"""A larger file is no plan, fleet, measurement or run file."""
+"""Largest text file to read: no plan, fleet, measurement or run file is larger."""
 
 MOST_DEPTH = 100
-"""Tables within tables; the deepest file of Convoy has six."""
+"""Deepest nesting of tables and lists to read; Convoy's own files need six levels."""
 
 LEFT_BEHIND_S = 60.0
-"""An unfinished file of this age belongs to a process that was killed."""
+"""Age after which an unfinished file counts as left behind by a killed process."""
 
 _TOO_DEEP = f"it is nested deeper than {MOST_DEPTH} levels"
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file to read bytes. OSError: it cannot be opened, or is no regular file; `strerror` says why."""
+    """Open a file to read bytes. OSError: it cannot be opened, or it is not a regular file; `strerror` says why."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except ValueError:  # each Python words this differently
+    except ValueError:  # the text differs between Python versions
         raise OSError(errno.EINVAL, "embedded null byte", str(path)) from None
     try:
         _check_regular(os.fstat(handle).st_mode)
@@ -51,9 +51,9 @@ def _check_regular(mode: int) -> None:
 
 
 def cache_folder() -> Path:
-    """Return this user's folder for cached files of Convoy, which may not exist yet. InputError: no home directory."""
+    """Return this user's folder for Convoy's cached files; it may not exist yet. InputError: no home directory."""
     root = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if root.is_absolute():  # the XDG specification says to ignore others
+    if root.is_absolute():  # the XDG specification says to ignore relative paths
         return root / "convoy"
     try:
         return Path.home() / ".cache" / "convoy"
@@ -65,7 +65,7 @@ def cache_folder() -> Path:
 
 
 def unwritable(folder: Path) -> str:
-    """Return why no file can be made in a folder, which may not exist yet; empty if one can."""
+    """Return why no file can be created in a folder, which may not exist yet; an empty text if one can."""
     for near in (folder.absolute(), *folder.absolute().parents):
         try:
             is_folder = stat.S_ISDIR(near.stat().st_mode)
@@ -82,7 +82,7 @@ def unwritable(folder: Path) -> str:
 def read_text(
     path: Path, what: str, remedy: str, *, most_bytes: int = MOST_TEXT_BYTES, kind: type[InputError] = InputError
 ) -> str:
-    """Return the text of a file in UTF-8, or raise an error of `kind` that names `what`, such as "the plan"."""
+    """Read a UTF-8 text file. If that fails, raise an error of `kind` about `what`, such as "the plan"."""
     try:
         with open_regular(path) as file:
             content = file.read(most_bytes + 1)
@@ -90,28 +90,28 @@ def read_text(
             return content.decode("utf-8-sig")
         why = f"it has more than {most_bytes:,} bytes"
     except UnicodeDecodeError as error:
-        why = f"it is no text in UTF-8 ({error.reason} at byte {error.start})"
+        why = f"it is not UTF-8 text ({error.reason} at byte {error.start})"
     except OSError as error:
         why = error.strerror or str(error)
     raise kind(f"cannot read {what} {shown(path)}: {why}; {remedy}")
 
 
 def parse_toml(text: str, source: str, remedy: str = "correct that line") -> dict[str, Any]:
-    """Return the table of a TOML text. InputError, beginning with `source`: no TOML, or nested deeper than `MOST_DEPTH`."""
+    """Parse TOML. InputError, which begins with `source`: not TOML, or nested deeper than `MOST_DEPTH`."""
     try:
         table = tomllib.loads(text)
         _check_depth(text, table)
-    except (RecursionError, ValueError) as error:  # TOMLDecodeError is a ValueError; so is a number of 5,000 digits
+    except (RecursionError, ValueError) as error:  # TOMLDecodeError is a ValueError
         why = _TOO_DEEP if isinstance(error, RecursionError) else error
         raise InputError(f"{source}: not TOML: {why}; {remedy}") from None
     return table
 
 
 def parse_json(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Return the value of a JSON text. ValueError: no JSON, or nested deeper than `MOST_DEPTH`.
+    """Parse JSON. ValueError: not JSON, or nested deeper than `MOST_DEPTH`.
 
     Args:
-        pairs: makes an object of its names and values; default: a dict.
+        pairs: builds an object from its (name, value) pairs; default: a dict.
     """
     try:
         value = json.loads(text, object_pairs_hook=pairs)
@@ -133,7 +133,7 @@ def _check_depth(text: str, value: Any) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a whole file, or nothing. Replace an older one; follow a symbolic link."""
+    """Write a file atomically. Replace an existing file; follow a symbolic link. InputError: it cannot be written."""
     fresh: Path | None = None
     try:
         target = Path(os.path.realpath(path)) if path.is_symlink() else path

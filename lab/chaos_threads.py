@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from convoy.api import distribute
-from convoy.checkpoint.checkpointer import Checkpointer
+from convoy.checkpoint.checkpoint import Checkpointer
 from convoy.comm.environment import ProcessEnv, listen_at
 from convoy.comm.group import ChangingGroup
 from convoy.comm.job_key import make_key

@@ -28,7 +28,7 @@ def test_binary_file_is_refused_with_a_reason(tmp_path: Path) -> None:
     path.write_bytes(b"ab\xff")
     os.mkfifo(tmp_path / "pipe")
     rows = {
-        path: r"it is no text in UTF-8 \(invalid start byte at byte 2\)",
+        path: r"it is not UTF-8 text \(invalid start byte at byte 2\)",
         tmp_path: "it is a folder, not a regular file",
         tmp_path / "gone": "No such file or directory",
         path / "x": "Not a directory",

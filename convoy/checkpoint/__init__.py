@@ -8,8 +8,7 @@
 Plain PyTorch loads the weights: `model.load_state_dict(safetensors.torch.load_file("run/best/model.safetensors"))`.
 """
 
-from convoy.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from convoy.checkpoint.checkpointer import Checkpointer
+from convoy.checkpoint.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
 from convoy.checkpoint.run_folder import Progress, latest
 
 __all__ = ["Checkpointer", "Progress", "latest", "load_checkpoint", "save_checkpoint"]

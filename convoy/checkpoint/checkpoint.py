@@ -1,14 +1,20 @@
-"""A checkpoint of a distributed model: gathered and written by device 0 tensor by tensor, read by it and scattered likewise."""
+"""A checkpoint of a distributed model, and when a training loop saves one.
+
+Device 0 gathers and writes it tensor by tensor, and reads and scatters it in the same way.
+"""
 
 import itertools
 import json
+import math
 import os
 import shlex
 import shutil
+import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,11 +36,15 @@ from convoy.checkpoint.run_folder import (
     checkpoints,
     decode,
     encode,
+    hold,
     holding,
     is_checkpoint,
     latest,
     publish,
     read_checked,
+    release,
+    run_folder,
+    starting_point,
     tidy,
 )
 from convoy.checkpoint.tensors import (
@@ -48,6 +58,7 @@ from convoy.checkpoint.tensors import (
     write_file,
 )
 from convoy.comm.control_messages import agree_on, from_first, share_number
+from convoy.comm.group import Group
 from convoy.errors import InputError, shown
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import WeightAverage
@@ -155,7 +166,7 @@ def try_to_save(
         progress=progress, score=score, settings=settings, optimizer=saved, others=others, files={}, finite=finite
     )
     streams = _streams(shards, optimizer, saved)
-    if not shards.is_first:
+    if shards.group.device != 0:
         _drain(streams)
 
     def fill(draft: Path) -> None:
@@ -183,7 +194,12 @@ def try_to_save(
         except OSError as error:
             _drain(streams)
             size_bytes = sum(spec.size_bytes for stream in streams.values() for spec in stream.specs.values())
-            return None, _unwritten(folder, progress, size_bytes, error)
+            what = f"cannot write the checkpoint of step {progress.step} into {folder}: {error.strerror or error}"
+            room = ""
+            with suppress(OSError):
+                room = f", {shutil.disk_usage(folder).free:,} are free there"
+            remedy = f"it has {size_bytes:,} bytes{room}: make room there, or name another folder"
+            return None, f"{what} ({error.filename or folder}); {remedy}. Earlier checkpoints are as they were"
 
     path, why = from_first(shards.group, "checkpoint: written", write)
     return None if path is None else Path(path), why
@@ -216,15 +232,6 @@ def _drain(streams: Mapping[str, TensorStream]) -> None:
     for stream in streams.values():
         for _ in stream.tensors:
             pass
-
-
-def _unwritten(folder: Path, progress: Progress, size_bytes: int, error: OSError) -> str:
-    room = ""
-    with suppress(OSError):
-        room = f", {shutil.disk_usage(folder).free:,} are free there"
-    what = f"cannot write the checkpoint of step {progress.step} into {folder}: {error.strerror or error}"
-    remedy = f"it has {size_bytes:,} bytes{room}: make room there, or name another folder"
-    return f"{what} ({error.filename or folder}); {remedy}. Earlier checkpoints are as they were"
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------
@@ -268,10 +275,8 @@ def load_checkpoint(
         _check_same(path, read_specs(path / MODEL), shards.specs, remedy)
         check_settings(path, manifest, encode(dict(settings or {}), "settings"))
         if optimizer is not None and groups is not None:
-            saved, remedy = (
-                manifest.optimizer,
-                "give what the run began with, or load the weights alone, without optimizer",
-            )
+            saved = manifest.optimizer
+            remedy = "give what the run began with, or load the weights alone, without optimizer"
             there = {"the optimizer": "missing" if saved is None else saved.name}
             here = {"the optimizer": type(optimizer).__name__}
             there |= _group_of([] if saved is None else [group.parameters for group in saved.groups])
@@ -280,9 +285,7 @@ def load_checkpoint(
             here |= {f"the {name}": type(each).__name__ for name, each in others.items() if each is not None}
             _check_same(path, there, here, remedy)
             if saved is not None:
-                wanted = {
-                    f"{key}/{name}": Spec(shards.shapes.get(key, ()), dtype) for key, name, dtype in saved.tensors()
-                }
+                wanted = {f"{k}/{name}": Spec(shards.shapes.get(k, ()), dtype) for k, name, dtype in saved.tensors()}
                 _check_same(path / OPTIMIZER, read_specs(path / OPTIMIZER), wanted, _instead(path))
         return [str(path), manifest.model_dump_json()]
 
@@ -290,7 +293,7 @@ def load_checkpoint(
         return Progress()
     path, manifest = Path(found[0]), Manifest.model_validate_json(found[1])
     types = {key: spec.dtype for key, spec in shards.specs.items()}
-    with reading(path / MODEL, types, here=shards.is_first) as read:
+    with reading(path / MODEL, types, here=shards.group.device == 0) as read:
         for key, own in shards.shards.items():
             if (shard := shards.scatter(key, read(key))) is not None:
                 own.copy_(shard)
@@ -309,7 +312,7 @@ def _restore(shards: ModelShards, optimizer: Optimizer, saved: SavedOptimizer, p
         group.update(decode(settings.settings))
     optimizer.state.clear()
     types = {f"{key}/{name}": dtype for key, name, dtype in saved.tensors()}
-    with reading(path, types, here=shards.is_first) as read:
+    with reading(path, types, here=shards.group.device == 0) as read:
         for group in optimizer.param_groups:
             on_cpu = not (group.get("capturable") or group.get("fused"))
             for parameter in group["params"]:
@@ -358,6 +361,22 @@ def check_settings(path: Path, manifest: Manifest, here: Mapping[str, Any]) -> N
     _check_same(path, there, here, "give the same settings, or start a new run in another folder")
 
 
+def check_resume(folder: Path, resume: bool, settings: Mapping[str, Any], epochs: int) -> None:
+    """Raise InputError if a run cannot be saved in a folder, or not be resumed from it with these settings."""
+    start, folder = starting_point(folder, resume), run_folder(folder)
+    if folder.is_dir():
+        try:
+            with holding(folder):
+                pass
+        except OSError as error:
+            raise InputError(f"cannot write into {folder}: {error.strerror}; name another folder") from None
+    if start is not None:
+        path, manifest = find_checkpoint(start)
+        check_settings(path, manifest, settings)
+        if (done := manifest.progress.epoch) >= epochs:
+            raise InputError(f"the run in {folder} is complete: {done} epochs are done; give --epochs above {done}")
+
+
 def _check_same(path: Path, there: Mapping[str, object], here: Mapping[str, object], remedy: str) -> None:
     different = [
         f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
@@ -371,3 +390,168 @@ def _check_same(path: Path, there: Mapping[str, object], here: Mapping[str, obje
 
 def _group_of(groups: Sequence[Sequence[str]]) -> dict[str, str]:
     return {name: f"in group {number}" for number, names in enumerate(groups) for name in names}
+
+
+# --- a training loop --------------------------------------------------------------------------------------------------
+
+PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0, 30.0)
+"""Pauses between attempts to write the last checkpoint of a run."""
+
+
+class Checkpointer:
+    """The checkpoints of a training loop, with the count of its steps. Every device has one, and makes the same calls.
+
+    If a checkpoint cannot be written, as on a full disk, training continues with a warning. Only `at_end` raises then, after
+    two minutes of further attempts.
+
+    `docs/training.md` has an example.
+
+    Args:
+        folder: of the run, on device 0's machine; or one of its checkpoints, to resume from that one.
+        model, optimizer, settings, others: see `save_checkpoint`.
+        every: steps between checkpoints; None: only after evaluations.
+        tell: called on every device with a line of text when the run resumes, is saved, or cannot be saved; None: only the
+            last, as a warning on device 0.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        every: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+        tell: Callable[[str], None] | None = None,
+        **others: Stateful | None,
+    ) -> None:
+        if every is not None and every < 1:
+            raise InputError(
+                f"a checkpoint every {every} steps: give 1 or more, or nothing for one after each evaluation"
+            )
+        self.folder, self.every, self.tell = Path(folder), every, tell
+        self.contents = Contents(model, optimizer, others, settings)
+        self.progress = Progress()
+        self._saved = Progress()
+        self._unsaved: tuple[Progress, float | None] = Progress(), None  # progress and score of the last attempt
+        self._release: Callable[[], object] | None = None
+
+    def begin(self, resume: bool) -> Progress:
+        """Return where the run starts. Call it before the first step.
+
+        Args:
+            resume: continue from the latest checkpoint, or the named one; from the beginning if there is none yet.
+
+        Raises:
+            InputError: another run writes into the folder; without `resume`, it holds checkpoints of another run; with it, it
+                holds something else than a run; see also `load_checkpoint`.
+        """
+
+        def lock() -> tuple[str, str | None]:
+            found = starting_point(self.folder, resume)  # refuse before anything is written
+            folder = run_folder(self.folder)
+            try:
+                # From now on there is something to resume, even if the run ends before its first checkpoint.
+                folder.mkdir(parents=True, exist_ok=True)
+                self._lock(folder)
+            except OSError as error:
+                raise InputError(
+                    f"cannot make or lock the folder {folder} for checkpoints: {error.strerror}; wait until another run has "
+                    "ended, or name a folder that you may write"
+                ) from None
+            return str(folder), None if found is None else str(found)
+
+        folder, found = from_first(self._group, "checkpoint: begin", lock)
+        self.folder = Path(folder)
+        if found is not None:
+            try:
+                self.progress = self._saved = self._load(found)
+            except BaseException:
+                self.close()
+                raise
+            self._report(f"continues from {found}: step {self.progress.step}, epoch {self.progress.epoch}")
+        elif resume:
+            self._report(f"{self.folder} holds no checkpoint yet: the run begins at its beginning")
+        return self.progress
+
+    @property
+    def saves_next(self) -> bool:
+        """Whether the next `after_step` saves."""
+        return self.every is not None and (self.progress.step + 1) % self.every == 0
+
+    def after_step(self) -> None:
+        """Count a step, and save if it is due. Call it after the steps of optimizer and schedule."""
+        here, saves = self.progress, self.saves_next
+        self.progress = replace(here, step=here.step + 1, batch=here.batch + 1)
+        if saves:
+            self._save()
+
+    def at_evaluation(self, score: float) -> None:
+        """Save at the end of an epoch, after its evaluation and the schedule's step. NaN and infinity are never the best."""
+        self.progress = replace(self.progress, epoch=self.progress.epoch + 1, batch=0)
+        self._save(score if math.isfinite(score) else None)
+
+    def at_end(self) -> None:
+        """Save the finished run unless that has been done, and release the folder. InputError if that fails for two minutes."""
+        score = self._unsaved[1] if self._unsaved[0] == self.progress else None
+        for attempts, pause_s in enumerate((*PAUSES_S, None)):
+            why = "" if self.progress == self._saved else self._attempt(score)
+            if not why:
+                self.close()
+                return
+            if pause_s is None:
+                raise InputError(f"the training is over, and its last state is not saved: {why}")
+            if attempts == 0:
+                self._report(
+                    f"WARNING: {why}. The training is over: this is tried again for {sum(PAUSES_S):g} s", warns=True
+                )
+            time.sleep(pause_s)
+
+    def reload(self) -> Progress:
+        """Load the latest checkpoint of this run into the model, whose devices have changed. Errors as `load_checkpoint`."""
+        # The run may have begun from a named checkpoint.
+        self.folder = Path(from_first(self._group, "checkpoint: reload", lambda: str(run_folder(self.folder))))
+        return self._load(self.folder)
+
+    def go_back(self, progress: Progress) -> None:
+        """Continue after an earlier step on other devices, the first of which writes from now on."""
+        self.progress = progress
+        if self._group.device == 0 and self._release is None:
+            with suppress(OSError):  # the next checkpoint reports it
+                self._lock(run_folder(self.folder))
+
+    def close(self) -> None:
+        """Release the folder. So does the end of this object, or of the process."""
+        if self._release is not None:
+            self._release()
+
+    def _lock(self, folder: Path) -> None:
+        if hold(folder):
+            self._release = weakref.finalize(self, release, folder)
+
+    @property
+    def _group(self) -> Group:
+        return ModelShards.of(self.contents.model).group
+
+    def _load(self, folder: Path | str) -> Progress:
+        what = self.contents
+        return load_checkpoint(folder, what.model, what.optimizer, settings=what.settings, **what.others)  # type: ignore[arg-type]
+
+    def _save(self, score: float | None = None) -> None:
+        if why := self._attempt(score):
+            self._report(f"WARNING: {why}. Training continues, and the next checkpoint is tried when due", warns=True)
+
+    def _attempt(self, score: float | None) -> str:
+        """Save. Return why that was not possible, or an empty text."""
+        path, why = try_to_save(self.folder, self.contents, self.progress, score, self.tell or warnings.warn)
+        self._unsaved = self.progress, score
+        if path is not None:
+            self._saved = self.progress
+            self._report(f"saved {path}")
+        return why
+
+    def _report(self, line: str, *, warns: bool = False) -> None:
+        if self.tell is not None:
+            self.tell(line)
+        elif warns and self._group.device == 0:
+            warnings.warn(line, stacklevel=3)

@@ -36,9 +36,6 @@ DTYPES: Mapping[torch.dtype, str] = {
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 
-StateRows = Mapping[str, dict[str, Any]]
-"""Rows of `runtime.optimizer.described` by state name."""
-
 FIRST = OnOne(0)  # the layout of whole tensors: on the device that reads and writes files
 
 
@@ -103,11 +100,6 @@ class ModelShards:
         layouts = {key: model.layouts.get(name, everyone) for key, name in known.items()}
         return ModelShards(model.group, shards, layouts, shapes, names, first_names)
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this is device 0, which reads and writes files."""
-        return self.group.device == 0
-
     @cached_property
     def specs(self) -> dict[str, Spec]:
         """The whole tensors, in the order of `state_dict`."""
@@ -130,7 +122,7 @@ class ModelShards:
         shard = redistribute(self.group, whole.to(self.group.torch_device), FIRST, self.layouts[key], self.shapes[key])
         return shard if self.has(key) else None
 
-    def scatter_state(self, key: str, rows: StateRows, read: Callable[[str], Tensor]) -> dict[str, Any]:
+    def scatter_state(self, key: str, rows: Mapping[str, Any], read: Callable[[str], Tensor]) -> dict[str, Any]:
         """Return a parameter's optimizer state, from rows of `runtime.optimizer.described`. Every device calls it.
 
         Args:

@@ -32,7 +32,7 @@ def emulate(
     program = command[1:] if command[0] == "--" else command
     if not program:
         raise InputError("nothing to run: write a command after --, e.g. convoy emulate fleet.toml -- convoy train")
-    raise typer.Exit(run(read_fleet(fleet), program, timeout_s=limit_s, fleet_path=fleet, goes_on=goes_on))
+    raise typer.Exit(run(read_fleet(fleet), program, timeout_s=limit_s, fleet_path=fleet, continues=goes_on))
 
 
 @app.command()

@@ -3,12 +3,12 @@
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 
-from convoy.checkpoint.checkpoint import check_settings, find_checkpoint
-from convoy.checkpoint.run_folder import holding, run_folder, starting_point
+from convoy.checkpoint.checkpoint import check_resume
 from convoy.cli.joining import Invitation, device_named, run_of
 from convoy.cli.train_parts import compare_with_one_device
 from convoy.cli.train_session import Job, train_job
@@ -20,7 +20,7 @@ from convoy.config.run_file import RunSettings
 from convoy.config.train_options import Settings, key_of
 from convoy.elastic.entrance import greet
 from convoy.elastic.regroup import home_at
-from convoy.errors import InputError, MismatchError
+from convoy.errors import MismatchError
 from convoy.machine import roster
 from convoy.machine.accelerator import limit_memory, set_modes
 from convoy.machine.process import watch_parent
@@ -47,7 +47,9 @@ def run_device(run: RunSettings) -> None:
             check_directory(settings)
             if settings.explain:
                 screen.settings(run.rows())
-        from_first(group, "checkpoint: to resume", lambda: _check_resume(settings))
+        if (folder := settings.checkpoint) is not None:
+            begins = partial(check_resume, folder, settings.resume, settings.lasting, settings.epochs)
+            from_first(group, "checkpoint: to resume", begins)
         done = train_job(Job(run, group, screen, stack))
     if not screen.visible:
         return
@@ -99,21 +101,3 @@ def _check_same_settings(settings: Settings, group: Group) -> None:
                 f"the devices were started with different options: --{key_of(name)} is {found}; start every device with the "
                 "same options"
             )
-
-
-def _check_resume(settings: Settings) -> None:
-    """Check on device 0, from the files alone, that the run can be saved and resumed. Raise InputError if not."""
-    if settings.checkpoint is None:
-        return
-    start, folder = starting_point(settings.checkpoint, settings.resume), run_folder(settings.checkpoint)
-    if folder.is_dir():
-        try:
-            with holding(folder):
-                pass
-        except OSError as error:
-            raise InputError(f"cannot write into {folder}: {error.strerror}; name another folder") from None
-    if start is not None:
-        path, manifest = find_checkpoint(start)
-        check_settings(path, manifest, settings.lasting)
-        if (done := manifest.progress.epoch) >= settings.epochs:
-            raise InputError(f"the run in {folder} is complete: {done} epochs are done; give --epochs above {done}")

@@ -20,12 +20,12 @@ from convoy.machine.accelerator import finish
 class MessageError(Exception):
     """The error for a message whose connection closed or timed out.
 
-    It is a class of its own because a signal handler may raise any other exception during a wait: torch raises RuntimeError
-    when a loader worker was killed.
+    Only Convoy raises it. A signal handler may raise any other exception during a wait: torch raises RuntimeError when a
+    loader worker was killed.
     """
 
     def again(self) -> Self:
-        """Return a copy to raise: see `ConvoyError.again`."""
+        """Return a copy to raise; see `ConvoyError.again`."""
         return type(self)(*self.args)
 
 
@@ -53,7 +53,7 @@ class PendingWork:
     """Messages in progress.
 
     Attributes:
-        works: (peers, message in progress).
+        works: peers and handle of each message in progress.
         staged: (host buffer, target tensor) of received messages.
         copied: event after the copies of sent tensors to host memory.
     """
@@ -63,7 +63,7 @@ class PendingWork:
     copied: torch.Event | None = None
 
     def wait(self, limit_s: float, waits_for: Callable[[int | None], None]) -> None:
-        """Wait for all messages, at most ``limit_s`` altogether. ``waits_for`` gets the current peer, and None at the end."""
+        """Wait for all messages, at most ``limit_s`` in total. Call ``waits_for`` with each peer, then with None."""
         deadline_s = time.monotonic() + limit_s
         for peers, work in self.works:
             waits_for(peers[0])
@@ -86,7 +86,7 @@ class PendingWork:
 class NcclBackend:
     """A backend that sends tensors directly between distinct GPUs of the same kind.
 
-    It uses torch's default process group, or creates it, because torch has batches of messages only there.
+    If torch has no default process group yet, it creates one, because torch's batched messages need it.
     """
 
     lanes = 1
@@ -108,7 +108,7 @@ class NcclBackend:
             self._group = distributed.group.WORLD
         else:
             self._group = distributed.new_group(backend="nccl", timeout=limit, device_id=torch_device)
-        # torch allows batches between a subset of devices only after a collective of all.
+        # torch allows batched messages between a subset of devices only after a collective of all.
         distributed.all_reduce(torch.zeros(1, device=torch_device), group=self._group)
         finish(torch_device)
 
@@ -124,7 +124,7 @@ class NcclBackend:
             raise PeerFailure(peers, error) from None
 
     def cut(self, broken: bool) -> None:
-        """Close all connections now. Broken: do not wait for messages."""
+        """Close all connections now. If `broken`, do not wait for messages."""
         if self._group is None or not distributed.is_initialized():
             return
         # None means torch's default group and all others.

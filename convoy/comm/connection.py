@@ -32,7 +32,7 @@ FRAME_BYTES = 1 << 20
 _LENGTH = struct.Struct(">I")
 
 
-class NotOfThisJob(Exception):  # noqa: N818 - a property of the peer
+class NotOfThisJob(Exception):  # noqa: N818 - says what the peer is
     """The error for a peer without this job's key."""
 
 
@@ -88,24 +88,24 @@ class Connection:
         self._tls = None if context is None else context.wrap_bio(self._arriving, self._leaving, server_side=answers)
         self._certificate = certificate
         self._chunk = memoryview(bytearray(RECEIVED_BYTES))
-        self._ahead = memoryview(b"")  # unencrypted bytes read ahead
-        self._behind = b""  # not sent yet
+        self._ahead = memoryview(b"")  # unencrypted bytes, read but not yet returned
+        self._behind = b""  # bytes not sent yet
         self._poll: select.poll | None = None
         self._partial = b""
 
     def stop_encrypting(self) -> None:
-        """Stop encrypting. Both sides call it after they have read all bytes sent so far.
+        """Stop encrypting. Both sides must call it, after they have read all bytes sent so far.
 
         Only for connections inside one machine, which the kernel protects from other processes.
         """
         self._tls = None
 
     def deadline(self, deadline_s: float) -> None:
-        """Let all later waits raise TimeoutError at that time (of `time.monotonic`)."""
+        """Make all later waits raise TimeoutError at this time (of `time.monotonic`)."""
         self.socket.settimeout(_left_s(deadline_s))
 
     def shake_hands(self) -> bool:
-        """Continue the handshake. Return whether it is complete. NotOfThisJob: the peer has another key or none."""
+        """Continue the TLS handshake. Return whether it is complete. NotOfThisJob: the peer has another key or none."""
         if self._tls is None:
             return True
         try:
@@ -133,7 +133,7 @@ class Connection:
             self.flush()
 
     def send_at_once(self, content: bytes) -> bool:
-        """Send without waiting. Return whether all was sent; `flush` or the next call sends the rest."""
+        """Send without waiting. Return whether all bytes were sent; `flush` or the next call sends the rest."""
         if self._tls is not None:
             self._encrypt(memoryview(content))
             content = self._leaving.read()
@@ -145,9 +145,9 @@ class Connection:
         return not self._behind
 
     def send_some(self, head: bytes, content: memoryview) -> int | None:
-        """Send as much as the kernel accepts without waiting, if the connection is not encrypted.
+        """If the connection is not encrypted, send as much as the kernel accepts without waiting.
 
-        Return the number of content bytes sent; the next call sends the rest of the head first. None: nothing was sent.
+        Return the number of content bytes sent, or None if nothing was sent. The next call first sends the rest of the head.
         """
         if self._tls is not None or self._behind:
             return None
@@ -167,15 +167,15 @@ class Connection:
             self.socket.sendall(self._leaving.read())
 
     def receive_some(self, place: memoryview, until_s: float | None = None) -> int:
-        """Receive into the beginning of a buffer, and return the number of bytes.
+        """Receive at least one byte into the beginning of a buffer, and return the number of bytes.
 
         Args:
-            until_s: time limit, of `time.monotonic`. None: the timeout of the connection applies.
+            until_s: deadline, of `time.monotonic`. None: the timeout of the connection applies.
 
         Raises:
-            ConnectionError: the peer has closed.
+            ConnectionError: the peer has closed the connection.
             NotOfThisJob: the bytes were not sent with the job's key.
-            TimeoutError: nothing came in time.
+            TimeoutError: nothing arrived in time.
         """
         while self._tls is not None:
             try:
@@ -204,7 +204,7 @@ class Connection:
         self.send(_LENGTH.pack(len(text)) + text)
 
     def receive_message(self) -> Fields | None:
-        """Return the next control message. None: it is incomplete and the connection does not block.
+        """Return the next control message. None: it is not complete yet, on a non-blocking connection.
 
         Raises:
             ValueError: not a control message.
@@ -251,14 +251,14 @@ class Connection:
         raise ConnectionResetError(errno.ECONNRESET, "the connection was closed")
 
     def _wait(self, until_s: float | None) -> None:
-        """Wait for bytes to read, if there is a time limit; otherwise the read itself waits."""
+        """Wait for bytes to read until a deadline. Without one, the read itself waits."""
         if until_s is None:
             return
         if self._poll is None:
             self._poll = select.poll()
             self._poll.register(self.socket, select.POLLIN)
         if not self._poll.poll(max(0.0, until_s - time.monotonic()) * 1e3):
-            raise TimeoutError(errno.ETIMEDOUT, "nothing came in time")
+            raise TimeoutError(errno.ETIMEDOUT, "nothing arrived in time")
 
     def _encrypt(self, content: memoryview) -> None:
         assert self._tls is not None

@@ -1,7 +1,7 @@
-"""Provide small collectives: all-gather of values, broadcast of device 0's result, checks that values are the same everywhere.
+"""Provide small collectives: all-gather values, broadcast device 0's result, check that all devices have the same value.
 
-All devices call these functions in the same order. Like :meth:`Group.agree` and :meth:`Pending.wait`, each raises
-DeviceLostError if a device does not answer, and MismatchError if one calls another function.
+All devices must call these functions in the same order. Like :meth:`Group.agree` and :meth:`Pending.wait`, each raises
+DeviceLostError if a device does not answer, and MismatchError if a device calls another function.
 """
 
 import json
@@ -19,16 +19,16 @@ _ERRORS = {kind.__name__: kind for kind in (InputError, PlanError, DataError)}
 
 
 def gather(group: Group, topic: str, value: object) -> list[Any]:
-    """Return the values of all devices, in device order. A value is any JSON value."""
+    """All-gather a JSON value, in device order."""
     return [json.loads(text) for text in group.agree(topic, json.dumps(value))]
 
 
 def from_first(group: Group, topic: str, work: Callable[[], object]) -> Any:
-    """Run `work` on device 0 only, and return its result (JSON) on every device.
+    """Run `work` on device 0 only, and broadcast its result (JSON).
 
     Raises:
-        InputError, PlanError, DataError: `work` raised it on device 0; every device raises it.
-        DeviceLostError: also if `work` took longer than the group's time limit.
+        InputError, PlanError, DataError: `work` raised it on device 0; every device then raises it.
+        DeviceLostError: also if `work` takes longer than the group's time limit.
     """
     answer: dict[str, object] = {}
     refusal: InputError | None = None
@@ -45,15 +45,15 @@ def from_first(group: Group, topic: str, work: Callable[[], object]) -> Any:
 
 
 def agree_on(group: Group, topic: str, text: str, otherwise: str) -> None:
-    """Check that all devices have the same text, as :func:`check_same` does."""
+    """Raise MismatchError if the devices have different texts; see :func:`check_same`."""
     check_same(group.agree(topic, text), otherwise)
 
 
 def check_same(values: Sequence[object], otherwise: str) -> None:
-    """Check that the values of all devices are the same. MismatchError names those that differ from device 0's.
+    """Raise MismatchError if values, one per device, differ. It names the devices that differ from device 0.
 
     Args:
-        otherwise: the predicate of a device whose value differs, e.g. "started with another plan".
+        otherwise: words for the message: "device 2 <otherwise> than device 0", e.g. "started with another plan".
     """
     others = [str(device) for device, value in enumerate(values) if value != values[0]]
     if others:
@@ -86,10 +86,10 @@ def share_tensor(group: Group, own: Tensor) -> tuple[Tensor, Pending]:
     """Start an all-gather of a tensor.
 
     Args:
-        own: same shape and dtype on every device. A host tensor stays on the host and waits for no accelerator.
+        own: the same shape and dtype on every device. A host tensor stays on the host and waits for no accelerator.
 
     Returns:
-        a table of shape (devices, *own.shape), complete after a wait for the Pending.
+        a tensor of shape (devices, *own.shape), complete after the Pending's `wait`.
     """
     table = torch.zeros(group.devices, *own.shape, dtype=own.dtype, device=own.device)
     table[group.device] = own
@@ -99,7 +99,7 @@ def share_tensor(group: Group, own: Tensor) -> tuple[Tensor, Pending]:
 
 
 def share_number(group: Group, number: float) -> list[float]:
-    """Return the numbers of all devices, in device order."""
+    """All-gather a number, in device order."""
     table, pending = share_tensor(group, torch.tensor([number], dtype=torch.float64))
     pending.wait()
     return [float(value) for value in table.flatten()]

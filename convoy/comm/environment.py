@@ -18,10 +18,8 @@ class ProcessEnv:
     """A process's rank and rendezvous address, from the launcher's environment.
 
     Attributes:
-        device: torchrun's RANK.
-        devices: WORLD_SIZE.
-        local: LOCAL_RANK.
-        local_devices: LOCAL_WORLD_SIZE. None: not known.
+        device, devices: torchrun's RANK and WORLD_SIZE.
+        local, local_devices: LOCAL_RANK and LOCAL_WORLD_SIZE (None: unknown).
         host, port: address of the store.
         hosted: the launcher hosts a torch store there; otherwise device 0 hosts the store.
         attempt: number of times the launcher has restarted the job.
@@ -84,7 +82,7 @@ def imposed_slowdown() -> float:
 
 
 def route_to(host: str, port: int) -> str:
-    """Return this machine's source address for packets to ``host``. Send nothing. InputError: unknown name, or no route."""
+    """Return this machine's source address for packets to ``host``, without sending any. InputError: unknown, or no route."""
     error: OSError | None = None
     for family, target in resolve(host, port, socket.SOCK_DGRAM):
         try:
@@ -97,9 +95,9 @@ def route_to(host: str, port: int) -> str:
 
 
 def own_address(host: str, port: int, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the address at which other devices reach this one: of GLOO_SOCKET_IFNAME if set, else on the route to host.
+    """Return the address at which other devices reach this one: GLOO_SOCKET_IFNAME's if set, else that on the route to host.
 
-    Do not use the machine's own name: Debian maps it to loopback. InputError: no such interface, or no address or route.
+    The machine's own name would not do: Debian maps it to loopback. InputError: no such interface, or no address or route.
     """
     chosen = environment.get("GLOO_SOCKET_IFNAME")
     if not chosen:
@@ -121,7 +119,7 @@ def own_address(host: str, port: int, environment: Mapping[str, str] = os.enviro
 
 
 LISTENER = "CONVOY_LISTENER"
-"""Number of the listening socket that device 0 inherits from its launcher."""
+"""File descriptor of the listening socket that device 0 inherits from its launcher."""
 
 JOIN = "CONVOY_JOIN"
 """HOST:PORT,... of the running job that this process joins."""
@@ -131,7 +129,7 @@ LISTEN = "CONVOY_LISTEN"
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """Return a listening socket; port 0: a free one. InputError: the port is taken, or it is no address of this machine."""
+    """Return a listening socket; port 0 means a free one. InputError: port in use, or not an address of this machine."""
     family, target = resolve(host, port, socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -150,7 +148,7 @@ def listen_at(host: str, port: int) -> socket.socket:
 
 def inherited_listener() -> socket.socket | None:
     """Return the listening socket that this process inherits from its launcher, if any."""
-    # Remove it from the environment: in a child process the number would mean another file.
+    # Remove the variable: in a child process the number would mean another file.
     number = os.environ.pop(LISTENER, "")
     try:
         return socket.socket(fileno=int(number)) if number.isdecimal() else None
@@ -168,7 +166,7 @@ def is_own(host: str) -> bool:
 
 
 def is_own_machine(env: ProcessEnv) -> bool:
-    """Return whether all processes of a job are on this machine, as far as known before the rendezvous."""
+    """Return whether all processes of a job are known to be on this machine, before the rendezvous."""
     with suppress(InputError):
         targets = resolve(env.host, env.port, socket.SOCK_STREAM) if env.local_devices != env.devices else ()
         return all(is_loopback(str(target[0])) for _, target in targets)
@@ -180,10 +178,10 @@ def is_loopback(address: str) -> bool:
 
 
 def reachable_address(own: str, all_addresses: Sequence[str]) -> str:
-    """Return ``own`` if its kind (loopback, IPv4, IPv6) is that of the other devices, else the address on the route to them.
+    """Return ``own`` if the other devices use its kind (loopback, IPv4, IPv6), else the address on the route to them.
 
-    The first non-loopback address decides, so all devices choose the same kind. On the machine of MASTER_ADDR, that name may
-    map to loopback.
+    The first non-loopback address decides, so all devices choose the same kind. A machine may map its own name, given as
+    MASTER_ADDR, to loopback.
     """
     guide = next((address for address in all_addresses if not is_loopback(address)), all_addresses[0])
     fits = is_loopback(own) == is_loopback(guide) and (":" in own) == (":" in guide)

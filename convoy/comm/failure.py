@@ -1,8 +1,8 @@
 """Find the failed device by following which device waits for which.
 
 A closed or silent connection does not show which device failed: the peer may have left because of another one. So each process
-answers health requests on its listener's thread. A device that loses a peer sends it a health request: the connection is
-refused (the process is dead), no reply comes (frozen), or the reply names the device that the peer itself waits for. A process
+answers health requests on its listener's thread. A device that loses a peer sends it a health request. Either the connection
+is refused (the process is dead), or no reply comes (frozen), or the reply names the device for which the peer waits. A process
 that leaves because of an error first sends the others a failure report.
 """
 
@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
@@ -52,7 +53,7 @@ class FailureReport:
 
 @dataclass(frozen=True)
 class Health:
-    """A live device's reply: the device it waits for, if any; whether its work is done; its line of the user's program."""
+    """A live device's reply: the device it waits for, if any, whether its work is done, and its line in the user's program."""
 
     waits_for: int | None = None
     done: bool = False
@@ -61,7 +62,7 @@ class Health:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The failed device, and the cause, a text after its name."""
+    """The failed device, and the cause: the words that follow its name in a message."""
 
     device: int
     cause: str
@@ -77,12 +78,12 @@ def find_failed(
     report_s: float = REPORT_S,
     ids: Sequence[int] | None = None,
 ) -> Verdict:
-    """Follow the chain of waits from a peer that closed or fell silent to the device that all wait for.
+    """Find the failed device: start at a peer that closed or fell silent, and follow which device each one waits for.
 
     Args:
-        timed_out: the peer was silent for ``limit_s``; otherwise its connection closed.
-        line: line of the user's program at which this device waits.
-        ids: device ids for messages. None: their indices.
+        timed_out: the peer was silent for ``limit_s``; False: its connection closed.
+        line: this device's line in the user's program.
+        ids: ids of the devices, for messages. None: their indices.
     """
 
     def shown(lines: Mapping[int, str | None]) -> str:
@@ -94,7 +95,7 @@ def find_failed(
         report = peers.report_from(device, 0.0)
         answer = peers.ping(device) if report is None else None
         if report is None and (answer is NoAnswer.DEAD or (closed and answer == Health(None))):
-            # It has just left: its report may still arrive.
+            # The device has just left, so its report may still arrive.
             report = peers.report_from(device, report_s)
         if report is not None:
             # The report of a device that ended its work does not contain the lines at which others wait.
@@ -127,7 +128,7 @@ def left_because(device: int, error: BaseException) -> Verdict:
 
 
 def shown_lines(lines: Mapping[int, str | None]) -> str:
-    """Return a text with the known lines at which the devices are."""
+    """Return words for a message: the devices' known lines in the user's program."""
     known = [f"device {device} is at {line}" for device, line in sorted(lines.items()) if line is not None]
     remedy = f". {SAME_STEPS}" if len(set(lines.values())) > 1 else ""
     return f". {'; '.join(known)}{remedy}" if known else ""
@@ -149,13 +150,13 @@ def _silence_cause(silence: NoAnswer, limit_s: float, closed: bool) -> str:
 
 
 class HealthServer:
-    """A server for other devices' health requests on this process's listener, and a client that sends them.
+    """A server that answers other devices' health requests on this process's listener, and a client that sends them.
 
     Attributes:
         token: token of this group. Requests with another token get no reply.
-        addresses: addresses of the health servers of all devices.
-        waits_for: the device that each lane waits for.
-        answers: handlers by question.
+        addresses: addresses of all devices' health servers.
+        waits_for: for each lane, the device that it waits for.
+        answers: handlers, by the name of the question.
     """
 
     def __init__(self, device: int, listener: Listener, token: str) -> None:
@@ -185,7 +186,7 @@ class HealthServer:
         return Health(**answer) if answer else NoAnswer.DEAD
 
     def ask(self, address: tuple[str, int], question: str, limit_s: float = PING_S, **fields: Any) -> Fields | NoAnswer:
-        """Send a question to an address and return the reply. The connection stays open for the next question."""
+        """Send a question to another health server and return the reply. Keep the connection open for later questions."""
         message = {"for": "health", "token": self.token, "ask": question, **fields}
         deadline_s = time.monotonic() + limit_s
         while True:
@@ -202,7 +203,10 @@ class HealthServer:
                 if connection is not None:
                     connection.close()
                 if isinstance(error, TimeoutError):
-                    return NoAnswer.FROZEN if _connects(address) else NoAnswer.UNREACHABLE
+                    with suppress(OSError):  # the kernel accepts connections even for a frozen process
+                        socket.create_connection(address, timeout=0.2).close()
+                        return NoAnswer.FROZEN
+                    return NoAnswer.UNREACHABLE
                 if isinstance(error, ConnectionRefusedError):
                     return NoAnswer.DEAD
                 if isinstance(error, OSError) and not isinstance(error, ConnectionError):
@@ -223,7 +227,7 @@ class HealthServer:
                 connection.close()
 
     def report_failure(self, report: FailureReport) -> None:
-        """Send the report to all other devices, in about `REPORT_S` even if some are silent."""
+        """Send a report to all other devices, within about `REPORT_S` even if some do not answer."""
         end_s = time.monotonic() + REPORT_S
         for device, address in enumerate(self.addresses):
             left_s = end_s - time.monotonic()
@@ -250,12 +254,3 @@ class HealthServer:
             self._reports[report.device] = report
             self._reported.notify_all()
         return {}
-
-
-def _connects(address: tuple[str, int]) -> bool:
-    """Return whether the kernel at an address accepts connections, as it does even for a frozen process."""
-    try:
-        socket.create_connection(address, timeout=0.2).close()
-    except OSError:
-        return False
-    return True

@@ -1,7 +1,7 @@
-"""Define groups of devices that exchange tensors and texts, independent of the backend.
+"""Define groups: the interface with which devices exchange tensors and texts, for any backend.
 
-:meth:`Group.start` sends all tensors between devices. Convoy uses point-to-point messages, not torch's collectives: those need
-equal shares, and the cost model prices single messages.
+:meth:`Group.start` sends all tensors. Convoy uses point-to-point messages instead of torch's collectives, because those need
+equal shares, and because its cost model predicts single messages.
 """
 
 import threading
@@ -23,7 +23,7 @@ class Message:
 
     Attributes:
         peer: index of the other device.
-        tensor: contiguous, any shape and dtype; sent or received in place. Do not use it before a wait for the Pending.
+        tensor: contiguous, of any shape and dtype; sent or received in place. Do not use it before the Pending's `wait`.
     """
 
     peer: int
@@ -41,17 +41,17 @@ class Pending(Protocol):
 
 
 class Group(ABC):
-    """One device's connection to all devices of its job. One thread at a time may use a lane; `agree` uses lane 0.
+    """One device's connections to all devices of its job. One thread at a time may use a lane; `agree` uses lane 0.
 
     Attributes:
         device: this device's index.
-        ids: ids of the devices in messages, by index. They stay the same while other devices leave and join.
+        ids: the device ids that users see, by index. They stay the same while other devices leave and join.
         devices: number of devices.
-        lanes: number of independent message queues: 2, or 1 if one thread must start all messages in one order.
-        torch_device: the device that computes and has the message tensors.
-        timeout_s: time limit of a wait, after which the peer counts as lost.
+        lanes: number of independent message queues: 2, or 1 if all messages need one order.
+        torch_device: the device that computes and holds the message tensors.
+        timeout_s: time limit of a wait; after it, the peer counts as lost.
         sent_bytes: payload bytes sent to each device since the start or the last ``clear_counters``.
-        failure: why the group is broken or closed; None while it works. Methods raise a copy.
+        failure: the error that broke or closed the group; None while it works. Methods raise a copy.
     """
 
     def __init__(self, device: int, devices: int, torch_device: torch.device, timeout_s: float) -> None:
@@ -74,8 +74,8 @@ class Group(ABC):
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
         """Start to send and receive messages, and return immediately.
 
-        Both devices of a pair must start their messages to each other in the same order on each lane; lanes are independent.
-        Both sides skip messages of zero elements. Callers may wait for Pendings in any order, or never.
+        On each lane, both devices of a pair must start their messages to each other in the same order. Messages of zero
+        elements are not sent. Callers may wait for Pendings in any order, or never.
 
         Raises:
             InputError: no such lane or peer, a message to this device itself, or a tensor that is not contiguous.
@@ -84,9 +84,9 @@ class Group(ABC):
 
     @abstractmethod
     def agree(self, topic: str, text: str) -> tuple[str, ...]:
-        """All-gather a small text on a topic, in device order. All devices call it in the same order.
+        """All-gather a small text, in device order. MismatchError: the devices call it with different topics.
 
-        It takes at most ``timeout_s`` and does not count in ``sent_bytes``. MismatchError: the devices are at different topics.
+        It takes at most ``timeout_s``, and ``sent_bytes`` does not count it.
         """
 
     @abstractmethod
@@ -116,8 +116,8 @@ class Group(ABC):
         for message in (*sends, *receives):
             if message.peer == self.device or not 0 <= message.peer < self.devices:
                 raise InputError(
-                    f"device {self.device} of {self.devices} got a message for device {message.peer}: the peer must be "
-                    "another device of the group; copy locally on the same device"
+                    f"device {self.device} of {self.devices} was to exchange a message with device {message.peer}: the peer "
+                    "must be another device of the group; on one device, copy the tensor"
                 )
             if not message.tensor.is_contiguous():
                 raise InputError(
@@ -158,7 +158,7 @@ class Arrived:
 
 @final
 class AloneGroup(Group):
-    """A group of one device, with which the same script runs alone."""
+    """A group of one device, for a script that runs alone."""
 
     def __init__(self, torch_device: torch.device, timeout_s: float = 60.0) -> None:
         super().__init__(0, 1, torch_device, timeout_s)
@@ -181,11 +181,11 @@ def closed_error() -> InputError:
 
 @final
 class ChangingGroup(Group):
-    """A proxy of `present`, the group of the current generation. A regroup replaces it.
+    """A proxy of the group of the current generation (`present`), which a regroup replaces.
 
     Attributes:
         changes: number of replacements.
-        entrance: the `convoy.elastic.entrance.Entrance` of a process that joins a running job, until it is admitted.
+        entrance: for a process that joins a running job, its `convoy.elastic.entrance.Entrance` until it is admitted.
     """
 
     def __init__(self, present: Group) -> None:  # no super().__init__(): attributes are those of `present`
@@ -199,7 +199,7 @@ class ChangingGroup(Group):
         self.changes += 1
 
     def is_of_this_process(self) -> None:
-        """Let `index_in_job` use this group."""
+        """Make this the group that `index_in_job` reads."""
         global _of_this_process
         _of_this_process = weakref.ref(self)
 
@@ -242,6 +242,6 @@ _of_this_process: "weakref.ref[ChangingGroup] | None" = None
 
 
 def index_in_job() -> int | None:
-    """Return this process's index in the current generation of its job. None before it has joined a job."""
+    """Return this process's current index in its job; None before it has joined one."""
     group = None if _of_this_process is None else _of_this_process()
     return None if group is None else group.device

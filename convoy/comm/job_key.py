@@ -1,11 +1,11 @@
-"""Create, store and pass on the key of a job. Processes with the key belong to the job; all others are rejected.
+"""Create, store and pass on the key of a job. Processes without the key are rejected.
 
-A key is a private key with a self-signed certificate, as PEM. All devices of a job have the same key, and accept only its
-certificate. `key_of_process` reads it from:
+A key is a private key with a self-signed certificate, in PEM format. All devices of a job have the same key, and accept only
+its certificate. `key_of_process` reads it from one of:
 
-    a pipe       from Convoy's launchers; its number is in the environment
-    a file       from `convoy fleet key FILE`, readable only by its owner; given by --job-key or CONVOY_JOB_KEY
-    this user's  key on this machine, created at first use; only for jobs on one machine
+    a pipe           from Convoy's launchers, which put its file descriptor into the environment
+    a key file       from `convoy fleet key FILE`, readable only by its owner; named by --job-key or CONVOY_JOB_KEY
+    the user's file  on this machine, created at first use; only for jobs on one machine
 """
 
 import os
@@ -23,16 +23,16 @@ from convoy.errors import InputError
 from convoy.files import cache_folder
 
 KEY_FILE = "CONVOY_JOB_KEY"
-"""File with the job's key."""
+"""Environment variable: file with the job's key."""
 
 KEY_PIPE = "CONVOY_JOB_KEY_PIPE"
-"""Number of the pipe with the key, which can be read once."""
+"""Environment variable: file descriptor of the pipe with the key, which can be read once."""
 
 TRUST = "CONVOY_TRUST_NETWORK"
-"""1: connections are neither authenticated nor encrypted."""
+"""Environment variable: if 1, connections are neither authenticated nor encrypted."""
 
 MAX_BYTES = 16_384
-"""Longest key file. Every system's pipes can buffer this much."""
+"""Largest key file. Pipes can buffer this much on every system."""
 
 _received: "JobKey | None" = None
 """The key from the pipe, which can be read only once."""
@@ -150,7 +150,7 @@ def machine_key() -> JobKey:
 
 
 def key_to_start(environment: Mapping[str, str]) -> JobKey | None:
-    """Return the key for a launcher's processes: from the key file, else a new one. None: a trusted network."""
+    """Return the key for the processes that a launcher starts: the key file's, else a new one. None: a trusted network."""
     choose(environment.get(KEY_FILE), environment.get(TRUST) == "1", {})
     if environment.get(TRUST) == "1":
         return None
@@ -158,18 +158,18 @@ def key_to_start(environment: Mapping[str, str]) -> JobKey | None:
 
 
 def variables_to_paste(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for the key file or the trusted network, for processes that a user starts."""
+    """Return the variables that a user must set for processes started by hand: key file or trusted network."""
     if environment.get(TRUST) == "1":
         return {TRUST: "1"}
     return {KEY_FILE: environment[KEY_FILE]} if environment.get(KEY_FILE) else {}
 
 
 def choose(file: str | Path | None, trust: bool, environment: MutableMapping[str, str]) -> None:
-    """Set the environment variables of the command line's options, for this process and its children."""
+    """Copy the options --job-key and --trust-network into the environment, for this process and its children."""
     if file and trust:
         raise InputError(
-            f"a job key ({file}) and a trusted network: the first encrypts everything, the second nothing; leave --job-key "
-            f"({KEY_FILE}) or --trust-network ({TRUST}) out"
+            f"both a job key ({file}) and a trusted network: the first encrypts everything, the second nothing; remove "
+            f"--job-key ({KEY_FILE}) or --trust-network ({TRUST})"
         )
     if file:
         read_key_file(Path(file))
@@ -179,7 +179,7 @@ def choose(file: str | Path | None, trust: bool, environment: MutableMapping[str
 
 
 def hand_over(content: bytes) -> int:
-    """Return a pipe with a key's PEM, for one process that gets its number in `KEY_PIPE`."""
+    """Write a key's PEM into a new pipe. Return its read end, for one process that gets the number in `KEY_PIPE`."""
     reading, writing = os.pipe()
     try:
         os.write(writing, content)
@@ -191,7 +191,7 @@ def hand_over(content: bytes) -> int:
 def take_over(environment: MutableMapping[str, str]) -> JobKey | None:
     """Return the key from the launcher's pipe, if any. The first call reads it."""
     global _received
-    # Remove it from the environment: in a child process the number would mean another file.
+    # Remove the variable: in a child process the number would mean another file.
     number = environment.pop(KEY_PIPE, "")
     if number.isdecimal():
         with suppress(OSError):

@@ -1,12 +1,11 @@
-"""Serve the processes of the job at a listening socket, and drop and count all other connections.
+"""Serve the job's own processes at a listening socket. Drop and count all other connections.
 
-Only OpenSSL reads the bytes of an unauthenticated peer. One thread serves all connections and waits for none. It serves
-authenticated connections first, then handshakes, then accepts, so members of the job never wait for peers without the key:
+Only OpenSSL reads the bytes of an unauthenticated peer. One thread serves all connections and never blocks. It serves
+authenticated connections first, then handshakes, then accepts, so the job's processes never wait for peers without the key:
 
-- Accepting takes some microseconds and is never delayed, so members do not queue behind half-open connections. At most
-  `MAX_PENDING` are open, each for `HANDSHAKE_S`. The listener first drops connections that have sent nothing, and among them
-  the oldest of the host with the most.
-- After failed handshakes, the listener processes no handshakes for `PAUSE_FACTOR` times the processor time of these.
+- Accepting takes some microseconds and is never delayed. At most `MAX_PENDING` unauthenticated connections are open, each for
+  `HANDSHAKE_S`. The listener first drops those that have sent nothing, and among them the oldest of the host with the most.
+- After failed handshakes, the listener pauses handshakes for `PAUSE_FACTOR` times the processor time that they took.
 """
 
 import selectors
@@ -29,10 +28,10 @@ ANSWER_S = 0.5
 """Time limit for a peer to receive a reply."""
 
 ACCEPTS = MAX_PENDING // 2
-"""Connections accepted in a row. Fewer than `MAX_PENDING`, so that each can start its handshake before it is dropped."""
+"""Most connections accepted in a row. Fewer than `MAX_PENDING`, so that each can start its handshake before it is dropped."""
 
 KEPT: Literal["kept"] = "kept"
-"""Return value of a handler that keeps the connection."""
+"""Return value of a handler that takes over the connection."""
 
 Handler = Callable[[Fields, Connection], Fields | Literal["kept"] | None]
 """Function that returns the reply to a message, KEPT, or None to close the connection."""
@@ -79,14 +78,14 @@ class Listener:
         self._thread.start()
 
     def stream(self, mark: str, limit_s: float) -> Connection:
-        """Return the connection that another process opened with this mark. Raise TimeoutError if it does not come."""
+        """Wait for a connection that another process opens with this mark, and return it. TimeoutError: it did not come."""
         with self._stream_came:
             if not self._stream_came.wait_for(lambda: mark in self._streams, limit_s):
                 raise TimeoutError(f"no connection came within {limit_s:g} s")
             return self._streams.pop(mark)
 
     def close(self) -> None:
-        """End the thread, and close all connections that `stream` has not returned."""
+        """Stop the thread, and close all connections except those that `stream` has returned."""
         self._wakeup.close()
         self._thread.join(2.0)
 
@@ -171,7 +170,7 @@ class Listener:
         self.rejected[reason] += 1
 
     def _receive(self, connection: Connection) -> None:
-        """Answer the messages that have arrived on a connection."""
+        """Answer the messages that have arrived on an authenticated connection."""
         answer: Fields | Literal["kept"] | None = None
         try:
             while (message := connection.receive_message()) is not None:

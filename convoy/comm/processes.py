@@ -1,4 +1,4 @@
-"""Join a group of processes with the rank from the environment."""
+"""Join a job: read the rank from the environment, meet the other processes and connect to them."""
 
 import atexit
 import itertools
@@ -42,13 +42,13 @@ from convoy.machine.process import watch_parent, within
 MAX_TIMEOUT_S = 1e6
 
 GREETING_S = 10.0
-"""Time limit for a device's first reply to another one."""
+"""Time limit for the first reply of another device."""
 
 EXIT_BARRIER_S = 5.0
-"""How long a device that is done waits for the others, so that no connection closes during a message."""
+"""How long a finished device waits for the others, so that no connection closes during a message."""
 
 FILES, PEER_FILES = 32, 10
-"""Open files that a process needs for itself, and for each other device: six streams, and connections of health servers."""
+"""Open files that a process needs: a base, and for each other device (six streams, and health connections)."""
 
 _rendezvous_count = itertools.count()
 
@@ -65,7 +65,7 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0) -> G
         alone = AloneGroup(torch_device, timeout_s)
         return ChangingGroup(alone) if os.environ.get(LISTEN) else alone
     try:
-        # Use a thread: torch's store ignores signals while it waits, and some of its waits have no limit.
+        # Run this in a thread: torch's store ignores signals while it waits, and some of its waits have no limit.
         group = ChangingGroup(within(timeout_s + 5.0, lambda: meet(env, torch_device, timeout_s)))
     except TimeoutError:
         raise DeviceLostError(
@@ -83,7 +83,7 @@ def check_timeout(timeout_s: float) -> None:
 
 
 def own_device(name: str | torch.device | None, local: int) -> torch.device:
-    """Return this process's device, with its memory limited by the launcher's CONVOY_MEMORY."""
+    """Return this process's torch device. Limit its memory to the launcher's CONVOY_MEMORY."""
     device = pick_device(name, local)
     if limit := os.environ.get("CONVOY_MEMORY"):
         try:
@@ -103,7 +103,7 @@ def meet(
     """Meet the other processes, and connect to them. Errors as in `join`.
 
     Args:
-        number: number of the rendezvous at this store. None: count those of this process.
+        number: number of the rendezvous at this store. None: this process counts them.
         credentials: the job's credentials, if already known: creating them takes 10 ms.
     """
     deadline_s = time.monotonic() + timeout_s
@@ -141,7 +141,7 @@ def meet(
 
 @final
 class JoinedGroup(Group):
-    """One process's group, created by :func:`join`. It waits `report_s` for the report of a device that has left."""
+    """One process's group, created by :func:`join`. `report_s`: how long it waits for the report of a device that left."""
 
     _streams: StreamBackend
     _backend: StreamBackend | NcclBackend
@@ -195,7 +195,7 @@ class JoinedGroup(Group):
             self._backend = NcclBackend(store, self.device, self.devices, self.torch_device, self.timeout_s)
             self._connected.append(self._backend)
             self.lanes = self._backend.lanes
-        try:  # no device leaves the rendezvous before all are connected
+        try:  # barrier: no device leaves the rendezvous before all are connected
             self._swap_texts(["all are connected", "", None], max(1.0, rendezvous.deadline_s - time.monotonic()))
         except PeerFailure as failure:
             raise self._failed(failure) from failure
@@ -244,7 +244,7 @@ class JoinedGroup(Group):
         return tuple(texts)
 
     def _swap_texts(self, own: list[str | None], limit_s: float) -> list[bytes]:
-        """Exchange lengths, then JSON texts, and return the texts of all devices."""
+        """All-gather a list as JSON text: exchange the lengths first, then the texts."""
         peers = [peer for peer in range(self.devices) if peer != self.device]
         mine = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
         lengths = {peer: torch.zeros(1, dtype=torch.int64) for peer in peers}
@@ -260,14 +260,14 @@ class JoinedGroup(Group):
         self._streams.start(sends, receives, TEXTS).wait(limit_s, self._wait_for)
 
     def _wait_for(self, peer: int | None, lane: int = 0) -> None:
-        # It stays set after a failure, because the other devices follow it.
+        # Do not reset it after a failure: other devices still ask for which device this one waits.
         self._health.waits_for[lane] = peer
 
     def _failed(self, error: BaseException) -> BaseException:
-        """Find and report the failed device, and close the connections. Return the error to raise.
+        """Find the failed device, report it to the others and close the connections. Return the error to raise.
 
         Args:
-            error: PeerFailure, or an exception that a signal handler raised during a wait: then this device leaves.
+            error: PeerFailure, or any exception that a signal handler raised during a wait: then this device itself leaves.
         """
         with self._failing:
             if self.failure is None:
@@ -294,7 +294,7 @@ class JoinedGroup(Group):
         )
 
     def abort(self, error: ConvoyError) -> None:
-        """End all waits of this process, on every thread, with this error. Send no report to the others."""
+        """Make all waits of this process, on every thread, raise this error. Send no report to the other devices."""
         with self._failing:
             if self.failure is None:
                 self.failure, self._reported = error.again(), True
@@ -332,7 +332,7 @@ class JoinedGroup(Group):
         self._health.close()
 
     def close_at_exit(self) -> None:
-        """Close with the error that ends this process, if any; the interpreter stores it."""
+        """Close the group with the error that ends this process, if any. The interpreter stores that error."""
         self.close(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))
 
 
@@ -341,7 +341,7 @@ class _PendingMessages:
     def __init__(self, group: JoinedGroup, work: PendingWork, lane: int) -> None:
         self.group, self.work, self.lane = group, work, lane
         if work.works:
-            # Messages must continue if their Pending is dropped without a wait: keep their tensors and handles here.
+            # A caller may drop a Pending without waiting: keep its tensors and handles alive here.
             group._in_progress.add(self)
 
     def wait(self) -> None:

@@ -1,4 +1,4 @@
-"""Run the rendezvous of a job: each process publishes a description of itself in the job's store and reads the others'."""
+"""Run the rendezvous of a job: each process writes its description to the job's store and reads the others'."""
 
 import json
 import os
@@ -26,14 +26,14 @@ class ProcessInfo:
     """The description of a process. A field that another version of Convoy does not send is ``"?"``."""
 
     device: str = "?"  # "cpu", "cuda:0"
-    name: str = "?"  # of the hardware
+    name: str = "?"  # hardware name
     host: str = "?"
     address: str = "?"
     devices: str = "?"  # its WORLD_SIZE
     convoy: str = "?"
     torch: str = "?"  # major.minor: patch releases work together
     nonce: str = "?"  # distinguishes two processes with the same rank
-    accelerator: str = "?"  # the driver's id; empty: a CPU, unknown to torch, or it may be shared
+    accelerator: str = "?"  # the driver's id; empty for a CPU, if torch does not know it, or if it may be shared
 
     @classmethod
     def from_text(cls, text: str) -> "ProcessInfo":
@@ -53,8 +53,7 @@ def own_info(torch_device: torch.device, devices: int, address: str) -> ProcessI
 
 
 def check_infos(infos: Sequence[ProcessInfo]) -> None:
-    """Check that all processes have the same versions and number of devices (else MismatchError), and that no two share an
-    accelerator (else InputError)."""
+    """Raise MismatchError if versions or numbers of devices differ, InputError if two processes share an accelerator."""
     ids = [info.accelerator for info in infos]
     for i, id_ in enumerate(ids):
         if id_ not in ("", "?") and (first := ids.index(id_)) != i:
@@ -80,7 +79,7 @@ def device_title(device: int, info: ProcessInfo) -> str:
 
 
 class Rendezvous:
-    """A rendezvous of all processes at a store. It gathers one text per process and topic."""
+    """A rendezvous of all processes at a store, which all-gathers texts."""
 
     def __init__(self, store: Store, env: ProcessEnv, number: int, deadline_s: float) -> None:
         """Prepare rendezvous ``number``, the same number on all processes. It ends at ``deadline_s``."""
@@ -103,9 +102,9 @@ class Rendezvous:
         return self.infos
 
     def gather(self, topic: str, text: str) -> list[str]:
-        """Return the texts of all processes on a topic, in device order.
+        """All-gather a text on a topic, in device order.
 
-        InputError: another process has the same rank. DeviceLostError names all devices that sent nothing before the deadline.
+        InputError: another process has the same rank. DeviceLostError: devices wrote nothing before the deadline.
         """
         keys = [f"{self.prefix}/{topic}/{device}" for device in range(self.env.devices)]
         first = self.store.set_first(keys[self.env.device], text)
@@ -133,7 +132,7 @@ class Rendezvous:
             pause_s = min(MAX_PAUSE_S, 1.5 * pause_s)
 
     def _linger(self) -> None:
-        """Give the others time to read the failure, if this process hosts the store."""
+        """If this process hosts the store, give the others time to read the failure."""
         if self.env.device == 0 and not self.env.hosted:
             time.sleep(3 * MAX_PAUSE_S)
 

@@ -1,4 +1,4 @@
-"""Find the line of the user's program that a process runs, for messages about devices that run different steps."""
+"""Find the line of the user's program that this process runs, for messages about devices that run different steps."""
 
 import gc
 import linecache
@@ -12,7 +12,7 @@ from types import FrameType
 import torch
 
 MAX_CHARACTERS = 120
-"""Most characters of a line in a message."""
+"""Characters of a line that a message shows."""
 
 SAME_STEPS = (
     "Every device must run the same steps: move such a line out of `if rank == 0:`, and let device 0 alone only print and save "
@@ -50,7 +50,7 @@ def current_line() -> str | None:
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame of the user's own files, else of an installed package."""
+    """Return the innermost frame in the user's own files, else the innermost one in an installed package."""
     second = None
     while frame is not None:
         path = os.path.abspath(frame.f_code.co_filename)

@@ -1,6 +1,6 @@
 """Provide the key-value store at which the processes of a job meet. Only processes with the job's key can use it.
 
-Device 0 hosts it in its memory. Each other device uses one connection.
+Device 0 keeps it in memory. Each other device uses one connection.
 """
 
 import json
@@ -30,20 +30,20 @@ RECONNECT_S = 2.0
 """How long to try to reconnect: the listener of the previous rendezvous may be closing."""
 
 OTHER_KEY_S = 2.0
-"""How long to tolerate a listener with another key: that job may be ending."""
+"""How long to tolerate a listener with another key: another job may be about to end there."""
 
 MAX_PAUSE_S = 0.1
 """Longest pause between two requests of a process that waits for others."""
 
 
 class Store(ABC):
-    """A key-value store of texts. Methods raise RuntimeError if it cannot be reached any more."""
+    """A key-value store of texts. Methods raise RuntimeError if it can no longer be reached."""
 
     def set(self, key: str, text: str) -> None:
         self._request({"do": "set", "keys": [key], "text": text})
 
     def set_first(self, key: str, text: str) -> str:
-        """Set a text unless the key has one. Return the key's text."""
+        """Set a key's text unless it has one. Return its text."""
         return self._request({"do": "set_first", "keys": [key], "text": text})[key]
 
     def get(self, keys: Sequence[str]) -> dict[str, str]:
@@ -52,7 +52,7 @@ class Store(ABC):
 
     @abstractmethod
     def _request(self, fields: Fields) -> dict[str, str]:
-        """Run one operation. Return the texts of its keys."""
+        """Run one operation, and return the texts of its keys."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -60,7 +60,7 @@ class Store(ABC):
 
 @final
 class HostedStore(Store):
-    """The store in the memory of the process that hosts it."""
+    """The store itself, in the memory of its process."""
 
     def __init__(self, listening: socket.socket, credentials: Credentials) -> None:
         self._texts: dict[str, str] = {}
@@ -132,11 +132,11 @@ _stores: dict[tuple[str, int], HostedStore | RemoteStore] = {}
 """Open stores of this process, by address."""
 
 _announced = Counter[tuple[str, int]]()
-"""Number of stores that the job has announced in torch's store, by address."""
+"""Number of stores that the job has announced in a torch store, by the latter's address."""
 
 
 def host_store(address: str, credentials: Credentials) -> int:
-    """Host a store for another rendezvous on a free port of `address`, and return the port."""
+    """Host a store for a later rendezvous on a free port of `address`. Return the port."""
     store = HostedStore(listen_at(address, 0), credentials)
     _stores[address, store.address[1]] = store
     return store.address[1]
@@ -151,11 +151,11 @@ def close_store(host: str, port: int) -> None:
 def store_at(env: ProcessEnv, deadline_s: float, credentials: Credentials) -> Store:
     """Return the store of this job. Device 0 hosts it.
 
-    If torch already listens at the job's address, device 0 hosts the store on another port and announces it in torch's.
+    If torch already listens at the job's address, device 0 uses another port and announces it in torch's store.
 
     Raises:
-        InputError: device 0 cannot listen there, or the listener there has another key.
-        DeviceLostError: no process listened there before ``deadline_s`` (of ``time.monotonic``).
+        InputError: device 0 cannot listen at the address, or the listener there has another key.
+        DeviceLostError: no process listened at the address before ``deadline_s`` (of ``time.monotonic``).
     """
     key = (env.host, env.port)
     if key not in _stores:
@@ -183,7 +183,7 @@ def store_at(env: ProcessEnv, deadline_s: float, credentials: Credentials) -> St
 def _announced_store(
     env: ProcessEnv, torch_store: Any, credentials: Credentials, deadline_s: float
 ) -> HostedStore | RemoteStore:
-    """Return the job's own store. Only its address is in torch's store, so a forged one can only prevent the start."""
+    """Return the job's store, whose address is in torch's store. A forged address could only prevent the start."""
     place = (env.host, env.port)
     key = f"convoy-store/{env.attempt}/{_announced[place]}"
     _announced[place] += 1
@@ -202,7 +202,7 @@ def _announced_store(
 
 
 def connect_store(host: str, port: int, credentials: Credentials, deadline_s: float) -> RemoteStore:
-    """Connect to the store of another process, which may not listen yet. Errors as in `store_at`."""
+    """Connect to another process's store. Wait until it listens. Errors as in `store_at`."""
     tolerated_until_s = min(time.monotonic() + OTHER_KEY_S, deadline_s)
 
     def attempt() -> RemoteStore:
@@ -222,7 +222,7 @@ def connect_store(host: str, port: int, credentials: Credentials, deadline_s: fl
 
 
 def connect_torch_store(host: str, port: int, deadline_s: float) -> TCPStore:
-    """Connect to a TCPStore of another process, which may not listen yet."""
+    """Connect to another process's TCPStore. Wait until it listens."""
 
     def attempt() -> str:
         # Try a plain socket first: torch's client prints stack traces and is three times slower.
@@ -238,7 +238,7 @@ def host_torch_store(listener: socket.socket) -> TCPStore:
     """Create a TCPStore on an already bound socket. (torch would bind every address.)"""
     with listener:
         address, port = listener.getsockname()[:2]
-        # Multi-tenant: a script that also calls init_process_group() then finds this store instead of a used port.
+        # Multi-tenant, so that a script's own init_process_group() uses this store instead of failing on a used port.
         return TCPStore(
             address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
         )

@@ -1,15 +1,15 @@
-"""Send tensors over the job's own connections: one per direction, for each pair of devices and each lane.
+"""Send tensors over the job's own connections: for each pair of devices and each lane, one connection per direction.
 
 A connection delivers messages in the order in which they were started. Each message starts with its size; an unexpected size
-is an error. Lanes are independent.
+is an error.
 
 Sending a small message is faster than passing it to another thread. The calling thread sends it immediately if the queue is
 empty and the kernel accepts it, and the waiting thread receives it. The calling thread also sends as much of a large
-unencrypted message as the kernel accepts. Threads at both ends move everything else. They release the GIL while they encrypt,
-decrypt and wait, so large messages are sent while the device computes.
+unencrypted message as the kernel accepts. Background threads send and receive everything else. They release the GIL while
+they encrypt, decrypt and wait, so large messages are sent while the device computes.
 
-A signal handler may raise an exception during any wait. The system's errors have an errno; an `OSError` without one is such an
-exception, like a script's own `TimeoutError`, and passes unchanged.
+A signal handler may raise an exception during any wait. The system's errors have an errno. An `OSError` without one comes from
+a signal handler, such as a script's own `TimeoutError`, and is raised unchanged.
 """
 
 import queue
@@ -32,13 +32,13 @@ from convoy.comm.listener import Listener
 from convoy.machine.accelerator import in_host_memory, queued
 
 TEXTS = 2
-"""The lane of texts, after the lanes of tensors."""
+"""Number of the lane for texts; the lanes for tensors are 0 and 1."""
 
 SMALL_BYTES = 16_000
-"""Largest message that is sent together with its header, in one TLS record, without a thread."""
+"""Largest message that the calling thread sends itself, with its header in one TLS record."""
 
 UNREAD_BYTES, UNREAD = 32_768, 16
-"""Most bytes and messages that wait for a receiving caller. Every kernel buffers at least this much per connection."""
+"""Bytes and messages that may wait in the kernel until a caller reads them. Every kernel buffers this much."""
 
 AGAIN_S = 0.05
 """Pause before connecting again to a listener that dropped the connection."""
@@ -52,7 +52,7 @@ class WrongSizeError(MessageError):
 
 @final
 class Ticket:
-    """The completion of one message, for the thread that started it."""
+    """A handle with which a thread waits for one message that another thread sends or receives."""
 
     __slots__ = ("_done", "_error")
 
@@ -76,7 +76,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class _Outgoing:
-    """A message for the sender thread; `begun`: its header and first bytes have been sent."""
+    """A message for the sender thread. `begun`: the header and the first bytes are sent already."""
 
     content: memoryview
     ticket: Ticket
@@ -100,7 +100,7 @@ class Outflow:
         """Queue a message. Return None if it was sent immediately. MessageError: the connection is closed.
 
         Args:
-            copied: the content is complete after this accelerator event.
+            copied: accelerator event after which the content is complete.
         """
         with self._lock:
             if self._error is not None:
@@ -138,7 +138,7 @@ class Outflow:
             self._thread.start()
 
     def cut(self) -> None:
-        """Shut the connection down, which fails its messages. `close` must follow."""
+        """Shut the connection down, so that all its messages fail. `close` must follow."""
         with self._lock:
             self._error = self._error or MessageError("the connection was closed here")
         self._channel.cut()
@@ -186,7 +186,7 @@ class Outflow:
 
 @final
 class Arrival:
-    """One expected message. Its `ticket` is finished by the reading thread, if that is not the waiting thread."""
+    """One expected message. If another thread reads it, that thread finishes the `ticket`."""
 
     __slots__ = ("done", "error", "flow", "place", "ticket")
 
@@ -197,7 +197,7 @@ class Arrival:
         self.ticket: Ticket | None = None
 
     def wait(self, limit: timedelta) -> None:
-        """Wait as `Ticket.wait` does. If no thread reads this connection, read it here."""
+        """Wait as `Ticket.wait` does. If no other thread reads this connection, read it in this thread."""
         if not self.done:
             self.flow.wait(self, limit)
         if self.error is not None:
@@ -212,7 +212,7 @@ class Inflow:
         self._channel, self._name = channel, name
         self._queue: deque[Arrival] = deque()
         self._unread_bytes = 0
-        self._asked = False  # whether a caller waits for the thread
+        self._asked = False  # whether a caller waits for the receiver thread
         self._header = bytearray(_HEADER.size)
         self._part, self._in_header = memoryview(self._header), True  # the bytes to receive next
         self._reading = threading.Lock()  # held by the reader: the thread, or a waiting caller
@@ -313,7 +313,7 @@ class Inflow:
                 _finish(self._queue.popleft(), error)
 
     def cut(self) -> None:
-        """Shut the connection down, which fails its messages. `close` must follow."""
+        """Shut the connection down, so that all its messages fail. `close` must follow."""
         with self._lock:
             self._error = self._error or MessageError("the connection was closed here")
         self._channel.cut()
@@ -363,8 +363,8 @@ def _connect(
 class StreamBackend:
     """A backend over the job's own connections. It stages accelerator tensors in pinned host memory.
 
-    On lane 0 a separate stream copies to the host, after the work that the current stream has so far, so that copies do not
-    wait for kernels queued later. Senders on another lane already use a separate stream. The calling thread never waits.
+    On lane 0 it copies to the host on a separate stream, so that copies do not wait for kernels queued after them. Callers on
+    other lanes already use a separate stream. The calling thread never waits.
     """
 
     lanes = 2
@@ -377,7 +377,7 @@ class StreamBackend:
         name: str,
         limit_s: float,
     ) -> None:
-        """Connect to all other devices, and accept their connections. MessageError: one was not reached within ``limit_s``.
+        """Connect to all other devices, and accept their connections. MessageError: that took longer than ``limit_s``.
 
         Args:
             addresses: addresses of the listeners of all devices.
@@ -406,7 +406,7 @@ class StreamBackend:
             raise MessageError(f"device {peer}: {error}") from None
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int) -> PendingWork:
-        """Start messages on any lane, including `TEXTS`. PeerFailure: a connection is closed already."""
+        """Start messages on any lane, including `TEXTS`. PeerFailure: a connection is already closed."""
         work = PendingWork([])
         peer = -1
         try:
@@ -432,7 +432,7 @@ class StreamBackend:
         return work
 
     def _in_host(self, tensors: Sequence[torch.Tensor], work: PendingWork, lane: int) -> list[torch.Tensor]:
-        """Copy accelerator tensors to host memory, each once. They are complete after ``work.copied``."""
+        """Copy accelerator tensors to host memory, each one once. The copies are complete after ``work.copied``."""
         if not tensors or tensors[0].device.type == "cpu":
             return list(tensors)
         hosts = {id(tensor): in_host_memory(tensor) for tensor in tensors}

@@ -1,4 +1,4 @@
-"""Train while devices are lost, leave and join, on the trajectory of one device.
+"""Trains while devices are lost, leave and join; the weights develop as in training on one device.
 
 members.py     Members: the interface of a training loop
 snapshot.py    SnapshotStore: the state after a step, with copies of a neighbour's shards

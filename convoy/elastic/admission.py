@@ -1,4 +1,4 @@
-"""Collect join requests at a running job and decide about them.
+"""Collects join requests at a running job and decides about them.
 
 Every device stores the join requests that reach its listener. The first device decides, in a thread, while it trains.
 """
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 Address = tuple[str, int]
 
 FRESH_S = 1.0
-"""A process that sent no request for this long is gone; a waiting one sends far more often."""
+"""Seconds without a request after which a process counts as gone; a waiting process sends far more often."""
 
 POLL_S, SPARE_POLL_S = 0.03, 1.0
 """Seconds between two requests: before the decision, and as a spare."""
 
 DECISION_S = 10.0
-"""Seconds that the end of a training waits for a decision."""
+"""Seconds to wait for a running decision when the training ends."""
 
 Verdict = tuple[Literal["wanted", "spare", "refused"], str]
 """The decision about a join request, and the reason."""
 
 RunState = tuple[Callable[[], Any], Callable[[Any], None]]
-"""Two functions: one returns the state of the run that joining devices need, as JSON; one loads it on them."""
+"""Two functions: the first returns the run's state for joining devices, as JSON; the second loads it there."""
 
 
 @dataclass(slots=True)
@@ -46,11 +46,11 @@ class Applicant:
     """A process that asks to join, and the decision about it.
 
     Attributes:
-        mark: unique.
-        address: of its listener.
-        facts: its description of itself.
+        mark: a random id of the process.
+        address: address of its listener.
+        facts: the process's description of itself.
         asked_s: time of its last request.
-        device: the id with which it joins.
+        device: the id with which it joins; None before the admission.
     """
 
     mark: str
@@ -71,7 +71,7 @@ class Applicants:
         self._lock = threading.Lock()
 
     def ask(self, applicant: Applicant) -> tuple[Fields, int | None]:
-        """Store a request, on the listener's thread. Return the reply, and the id with which the process joins."""
+        """Store a request, on the listener's thread. Return the reply and the process's device id, None if not admitted."""
         with self._lock:
             known = self._found.setdefault(applicant.mark, applicant)
             known.asked_s = time.monotonic()
@@ -98,11 +98,11 @@ class Admission(Protocol):
     """A policy that decides about join requests and shares knowledge with joining devices."""
 
     def decide(self, facts: Fields, members: Sequence[int], device: int) -> Verdict:
-        """Decide about a process that would become this device. Runs on the first member, in a separate thread."""
+        """Decide about a process that would get this device id. Runs on the first member, in a separate thread."""
         ...
 
     def note_joined(self, device: int, facts: Fields) -> None:
-        """Record that this device has joined. Runs on all others, before the new plan is made."""
+        """Record that this device has joined. Runs on all other devices, before they make the new plan."""
 
     def knowledge(self) -> Any:
         """Return the knowledge for joining devices as JSON. Runs on the first device."""
@@ -149,13 +149,13 @@ def gather_joined(
     admission: Admission | None,
     run_state: RunState | None,
 ) -> tuple[list[str], Any]:
-    """Return the names of joined devices, and the state that is the same everywhere, for devices without a snapshot. Send
-    joining devices the knowledge and the state of the run. Every device calls it.
+    """Send joined devices the training state other than the model, the knowledge, and the state of the run. Return the joined
+    devices' names and that training state. Every device calls it.
 
     Args:
         has: for each device, whether it has a snapshot of the step from which all continue; False for at least one.
         facts: this device's description of itself, if it joined a running job.
-        others: the state other than the model, if this device has that snapshot.
+        others: the training state other than the model, if this device has that snapshot.
     """
     group = membership.group
     rows = gather(group, "joined devices", None if has[group.device] else facts)
@@ -187,7 +187,7 @@ def offer() -> Fields:
 
 
 def facts_of(model: Distributed) -> Fields:
-    """Return a script's description of itself on a joining device."""
+    """Return the description that a joining device of a script sends to the job."""
     return {"same": required_facts(model), "title": str(model.group.torch_device)}
 
 
@@ -200,15 +200,15 @@ def required_facts(model: Distributed) -> dict[str, str]:
 
 def refusal(facts: Fields, required: dict[str, str]) -> Verdict | None:
     """Return the refusal of a device with these facts; None if it can join."""
-    for what, mine in required.items():
-        if (theirs := facts["same"].get(what)) != mine and "unknown" not in (theirs, mine):
+    for name, mine in required.items():
+        if (theirs := facts["same"].get(name)) != mine and "unknown" not in (theirs, mine):
             rule = "it must be the same on every machine"
-            return "refused", f"its {what} is {theirs}, that of the job is {mine}: {rule}"
+            return "refused", f"its {name} is {theirs}, that of the job is {mine}: {rule}"
     return None
 
 
 class ScriptAdmission:
-    """The admission of devices that have the same model.
+    """An admission policy that accepts devices with the same model and versions.
 
     Args:
         replan: the members' planner, whose knowledge of the devices is shared.
@@ -229,7 +229,7 @@ class ScriptAdmission:
         return "wanted", ""
 
     def note_joined(self, device: int, facts: Fields) -> None:
-        pass  # it has no measurements: it gets a mean share
+        pass  # without measurements it gets an average share
 
     def knowledge(self) -> Any:
         return self.replan.to_json() if hasattr(self.replan, "learn") else None

@@ -1,20 +1,20 @@
-"""Agree which of the remaining devices continue: a state machine per device, from events to instructions.
+"""Decides which devices continue after a change, with a state machine per device: events in, instructions out.
 
-A *generation* is a number and the devices that train together. When a device is lost, each survivor sends a request to the
+A *generation* is a numbered set of devices that train together. When a device is lost, each survivor sends a request to the
 leader, the lowest device that it believes alive. The leader calls a meeting when it has a request from every device that it
 believes alive. The devices at the meeting are the next generation; if one does not come, all send requests again. Two leaders
 at once are harmless: a device goes to one meeting at a time, and a meeting succeeds only if all called devices come.
 
 If two devices cannot reach each other but others reach both, every meeting fails. After two failed meetings each device reports
-which devices it could reach after neither. The leader then excludes the higher device of such a pair, or the one in several
-pairs. After only one failed meeting, the cause may be a device that was stopped for a moment.
+the devices that did not answer it after both. The leader then excludes the higher device of such a pair, or the one in several
+pairs. (After a single failed meeting, a device may only have been stopped for a moment.)
 
-Two parts of a fleet that cannot reach each other must not both continue. So a generation needs more than half of the devices of
-the previous one, or half of them including the lowest. Dead devices do not count: an unreachable device may be alive, but a
-process whose machine reports its end is not.
+Two parts of a fleet that cannot reach each other must not both continue. So a generation needs more than half of the previous
+one's devices, or half of them including the lowest. Unreachable devices count, because they may be alive. Dead devices do not
+count: their machine has reported the end of the process.
 
-A generation grows between two steps: in the same step all members learn of the admission, and the leader calls the joining
-devices to the meeting with *all* members. If a member is lost during this, the joining devices must ask again: otherwise an
+A generation grows between two steps: all members record the admission in the same step, and the leader calls the joining
+devices to the meeting with *all* members. If a member is lost meanwhile, the joining devices must ask again: otherwise an
 absent member would not know which devices may be in the next generation. Every called device counts as a member from then on,
 even if the meeting fails. There are never more joining devices at once than members, so the members can continue without them.
 """
@@ -29,15 +29,15 @@ class Generation:
     """The devices that train together.
 
     Attributes:
-        number: larger for a later generation.
-        members: ids in rising order; they stay the same while other devices join and leave.
+        number: increases from one generation to the next.
+        members: ids of the devices in rising order. A device keeps its id when others join or leave.
     """
 
     number: int
     members: tuple[int, ...]
 
     def index(self, device: int) -> int:
-        """Return the index in the group of the device with this id."""
+        """Return the group index of the device with this id."""
         return self.members.index(device)
 
 
@@ -49,7 +49,7 @@ Pairs = frozenset[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The event that another device is dead, or (not `dead`) silent."""
+    """The event that another device's process has ended (`dead`), or that the device does not answer."""
 
     device: int
     dead: bool
@@ -57,12 +57,12 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """The event that a step failed on this device or, as it reports, on another one."""
+    """The event that a step failed on this device, or that another device reports a failed step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The event that all devices admit these, between two steps."""
+    """The event that all members admit these joining devices, between two steps."""
 
     joining: tuple[int, ...]
 
@@ -71,7 +71,7 @@ class Granted:
 class Requested:
     """The event that another device asks this one, as its leader, for a meeting.
 
-    It belongs to `generation`, knows numbers up to `highest`, and could not reach `unreachable` after two failed meetings.
+    `generation` is its last one, `highest` the largest number it knows. `unreachable` did not answer after two failed meetings.
     """
 
     device: int
@@ -84,7 +84,7 @@ class Requested:
 class Reached:
     """The event that a device of this generation has sent this one a message, so it is not silent.
 
-    Without this event, two devices would wait long for each other if one of them counts the other as lost.
+    Without this event, two devices would wait long for each other if one counts the other as lost.
     """
 
     device: int
@@ -93,7 +93,7 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """The event that the leader calls a meeting, without the `parted` devices (see `Member`)."""
+    """The event that the leader calls this generation to a meeting. For `parted`, see `Member`."""
 
     by: int
     generation: Generation
@@ -102,7 +102,7 @@ class Called:
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """The event that the job continues without this device, as this generation, without `parted` (see `Member`)."""
+    """The event that the job continues as this generation, which excludes this device. For `parted`, see `Member`."""
 
     generation: Generation
     parted: Pairs = frozenset()
@@ -120,7 +120,7 @@ class Missed:
 
 @dataclass(frozen=True, slots=True)
 class NotReached:
-    """The event that these called devices did not answer this one after a failed meeting."""
+    """The event that these devices did not answer this one after a failed meeting."""
 
     devices: frozenset[int]
 
@@ -139,14 +139,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """The instruction to wait for these devices' requests, notify them of the failed step, and check that they are alive."""
+    """The instruction to tell these devices that a step failed, check that they are alive, and wait for their requests."""
 
     missing: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """The instruction to go to the meeting of this generation; `hosts`: this device hosts it."""
+    """The instruction to go to the meeting of this generation, and to host its store if `hosts`."""
 
     generation: Generation
     hosts: bool
@@ -173,18 +173,18 @@ class Member:
     """One device's state.
 
     Attributes:
-        me: its id.
-        generation: the last generation that it belonged to.
-        silent, dead: members that it has lost.
-        present: members that have asked it for a meeting.
+        me: this device's id.
+        generation: the last generation to which this device belonged.
+        silent, dead: members that do not answer, and members whose process has ended.
+        present: members that have asked this device for a meeting.
         joining: devices to call to the next meeting in addition to the members.
         not_reached: devices that did not answer this one after the last failed meeting.
-        unreachable: devices that did not answer after the last two failed meetings.
+        unreachable: devices that did not answer this one after the last two failed meetings.
         cut: pairs (a, b) of members: a reports that b is unreachable.
         parted: pairs that cannot reach each other; the second is excluded from the current or next generation.
-        highest: largest generation number that it knows.
+        highest: the largest generation number known here.
         called: the generation that is called to the meeting.
-        reason: why it is out.
+        reason: why this device cannot continue.
     """
 
     me: int
@@ -204,7 +204,7 @@ class Member:
 
     @property
     def candidates(self) -> tuple[int, ...]:
-        """Members that it believes alive."""
+        """Members that this device believes alive."""
         return tuple(d for d in self.generation.members if d not in self.silent and d not in self.dead)
 
     @property
@@ -213,7 +213,7 @@ class Member:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Members whose requests it waits for as the leader."""
+        """Members whose requests have not arrived at this device, the leader."""
         return tuple(d for d in self.candidates if d != self.me and d not in self.present)
 
 
@@ -232,7 +232,7 @@ def instruction(state: Member) -> Instruction:
 
 
 def answer(state: Member, device: int) -> Generation | None:
-    """Return the reply to a device after its event `Requested`: the generation that calls or excludes it; None: wait."""
+    """Return the reply to a device that requested a meeting: the generation that calls or excludes it; None: wait."""
     if state.called is not None and device in state.called.members:
         return state.called
     return state.generation if device not in state.generation.members else None
@@ -295,11 +295,11 @@ def _reached(state: Member, device: int, generation: Generation) -> Member:
 
 def _requested(state: Member, event: Requested) -> Member:
     if event.generation.number > state.generation.number and state.me in event.generation.members:
-        # Its meeting succeeded, so all came, although the same meeting failed here.
+        # The meeting succeeded there, so all devices came, although the same meeting failed here.
         state = replace(state, generation=event.generation)
     if event.device not in state.candidates:
         return state
-    # Its request shows that it reaches this device.
+    # The request shows that the other device reaches this one.
     cut = state.cut | {(event.device, other) for other in event.unreachable if other != state.me}
     present, highest = state.present | {event.device}, max(state.highest, event.highest)
     return _interrupted(replace(state, highest=highest, present=present, cut=cut))
@@ -332,8 +332,8 @@ def _call(state: Member) -> Member:
 def _connected(state: Member) -> tuple[tuple[int, ...], Pairs]:
     """Return candidates that all reach each other, including the leader, and the pairs that do not.
 
-    Repeatedly exclude the device in the most pairs (of several, the highest) until no pair is left. So if no device reaches
-    one of them, only that one is excluded.
+    Exclude the device in the most pairs (of several, the highest) until no pair is left. So if all others fail to reach one
+    device, only that one is excluded.
     """
     pairs = {(min(pair), max(pair)) for pair in state.cut if set(pair) <= set(state.candidates)}
     parted: Pairs = frozenset()
@@ -358,7 +358,7 @@ def _why_excluded(me: int, parted: Pairs) -> str:
 
 
 def enough(members: tuple[int, ...], before: Generation, dead: frozenset[int]) -> bool:
-    """Return whether these may continue as the next generation. No other devices can at the same time."""
+    """Return whether these devices may continue as the next generation; then no other part of the fleet may."""
     counted = [d for d in before.members if d not in dead]
     return 2 * len(members) > len(counted) or (2 * len(members) == len(counted) and counted[0] in members)
 

@@ -1,4 +1,4 @@
-"""Join a running job: find it, send a join request, wait for the admission, and meet its devices."""
+"""Joins a running job: finds it, sends a join request, waits for the admission, and meets its devices."""
 
 import os
 import time
@@ -27,31 +27,31 @@ ANSWER_S = 5.0
 RETRY_S = 0.2
 
 REFUSED_S = 3.0
-"""How long to repeat a refused first request: the job may still be starting."""
+"""Seconds for which a refused first request is repeated, because the job may still be starting."""
 
 HELLO_S = 10.0
-"""Time limit for the first reply: the job may be starting."""
+"""Time limit for the first reply, long because the job may be starting."""
 
 ROUNDS = 3
-"""Unanswered attempts at every known address before the job counts as ended: it may be regrouping."""
+"""Unanswered attempts at every known address before the job counts as ended. (A job that regroups does not answer.)"""
 
-MOST_ADDRESSES = 64  # that a joining device stores
+MOST_ADDRESSES = 64  # a joining device stores at most this number of addresses
 
 
 def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, key: str | None = None) -> Group:
-    """Join this process's job and meet the other processes. Without a job, return a group of one.
+    """Join this process's job, and return the group of its processes. Without a job, return a group of one.
 
-    torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...) describe the job; with `convoy run --join` it runs already, and
-    admits this device later. The group closes itself at the end of the process, or of a ``with`` block.
+    torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...) describe the job. With `convoy run --join`, the job already runs,
+    and admits this device later. The group closes itself at the end of the process, or of a ``with`` block.
 
     Args:
         device: where to compute, such as "cpu" or "cuda:1". Default: CONVOY_DEVICE, else the accelerator whose number is
             this process's local rank, else the CPU.
         timeout_s: time limit of this and every later wait for the others, before they count as lost.
-        key: the text of a key file, the same for all processes, where no launcher passes it (actors of Ray).
+        key: the text of a key file, equal on all processes; needed if no launcher passes it (Ray actors).
 
     Raises:
-        InputError: an incomplete environment, no such device or job, a taken port, a rank or an accelerator used twice.
+        InputError: incomplete environment, unknown device or job, taken port, rank or accelerator used twice.
         MismatchError: the devices run different versions.
         DeviceLostError: a device did not come in time, or cannot be reached.
     """
@@ -74,7 +74,7 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, k
 
 
 def greet(addresses: Sequence[Address]) -> tuple["Entrance", Fields]:
-    """Find a running job at these addresses. Return its entrance and its description of itself."""
+    """Find a running job at these addresses. Return a client for joining it, and the job's description of itself."""
     env = ProcessEnv(0, 2, 0, None, *addresses[0], hosted=False, attempt=0)
     entrance = Entrance(addresses, credentials_of(env))
     offer = entrance.hello(HELLO_S)
@@ -89,8 +89,8 @@ def greet(addresses: Sequence[Address]) -> tuple["Entrance", Fields]:
 class Entrance:
     """The client of a process that asks a running job to admit it.
 
-    Only the first device admits. Every other device replies with the addresses of the current generation, the first device's
-    first. `addresses` has these first, then those known before, because any device may be lost meanwhile.
+    Only the first device admits. All others reply with the addresses of the current generation, the first device's first.
+    `addresses` holds these, followed by all earlier ones, because any device may be lost meanwhile.
     """
 
     def __init__(self, addresses: Sequence[Address], credentials: Credentials) -> None:
@@ -102,7 +102,7 @@ class Entrance:
         self._offer: Fields = {}
 
     def hello(self, limit_s: float) -> Fields:
-        """Return the job's description of itself. InputError: no job answers in time, has another key, or admits no devices."""
+        """Return the job's description of itself. InputError: no job answers in time, or it has another key or admits none."""
         until_s, other_key = time.monotonic() + limit_s, None
         certain_s = min(until_s, time.monotonic() + REFUSED_S)
         while True:
@@ -141,7 +141,7 @@ class Entrance:
 
         Args:
             facts: this device's description of itself.
-            report: called with a line of text when it waits as a spare.
+            report: called with a line of text when it must wait as a spare.
 
         Raises:
             InputError: the job refuses it.
@@ -161,7 +161,7 @@ class Entrance:
                     if self._unanswered >= ROUNDS * len(self.addresses):
                         raise DeviceLostError(0, f"no device of the job answers at {self._asked()}: has it ended?")
                 elif "call" in reply:
-                    membership.offer = self._offer  # others may send this device join requests from here on
+                    membership.offer = self._offer  # from here on, this device may get join requests itself
                     membership.meet_as(int(reply["device"]), reply)
                     return membership
                 elif "refused" in reply:
@@ -170,7 +170,7 @@ class Entrance:
                     self._ask_first(_addresses(reply))
                     continue
                 else:
-                    # Keep the address that answered first: the device may report an address that is unreachable from here.
+                    # First the address that answered: the one that the device reports may be unreachable from here.
                     self._ask_first([self.addresses[0], *_addresses(reply)])
                     before, spare = spare, str(reply.get("spare", ""))
                     if spare and spare != before:

@@ -1,4 +1,4 @@
-"""Run training steps while devices are lost, leave and join: recovery, admission and requests."""
+"""Runs training steps while devices are lost, leave and join: recovery, admission and requests."""
 
 import json
 import sys
@@ -45,10 +45,10 @@ ASKED_STATUS = 2
 """Exit status of a script that ended on request, as for `convoy train`."""
 
 LEAVES, GROWS, ENDS = 1, 2, 4
-"""Bits of a request: this device leaves; admit a device; all devices end."""
+"""Bits of a request: this device leaves; a device may join; all devices end."""
 
 MOST_TRIALS = 20
-"""Consecutive losses without a step between them, after which the training ends."""
+"""Attempts to recover without a finished step between them, after which the training ends."""
 
 
 class StateLostError(DeviceLostError):
@@ -64,17 +64,17 @@ class StoppedError(ConvoyError):
 
 
 class GrownError(DeviceLostError):
-    """The error on all devices when devices join: all regroup."""
+    """The error on all devices when other devices join, after which all regroup."""
 
 
 class Replan(Protocol):
-    """A planner for the devices after a change, given by their ids in the order of the group."""
+    """A planner for changed devices, which are given by id in group order."""
 
     def note(self, model: Distributed, before: Sequence[int]) -> None:
         """Record the measurements of the model's current plan, made for devices `before`. Every device calls it."""
 
     def __call__(self, model: Distributed, before: Sequence[int], now: Sequence[int]) -> Plan:
-        """Return the plan for the devices `now`. Only the first of them calls it."""
+        """Return the plan for the devices `now`. Only the first device calls it."""
         ...
 
 
@@ -85,7 +85,7 @@ class JoinOptions:
     Attributes:
         admission: decides about join requests; None: admit no device.
         home: address at which a device that trains alone answers join requests.
-        entrance: the entrance of this device, if it joins a running job, and its description of itself.
+        entrance: if this device joins a running job, the client for joining and the device's description of itself.
     """
 
     admission: Admission | None = None
@@ -95,7 +95,7 @@ class JoinOptions:
 
 @dataclass
 class Attempt:
-    """One attempt at a step. If it is not `finished` after the step, its batches come again."""
+    """One attempt at a step. If it is not `finished` afterwards, the loader returns its batches again."""
 
     finished: bool = False
 
@@ -104,25 +104,24 @@ class Members:
     """The membership of one device in an elastic training. Every device creates one before the first step.
 
     It takes snapshots after steps, and copies the shards that only this device has to the next device. When a device is lost,
-    the others regroup, return to the last step that all have finished, plan again, and continue on the trajectory of one
-    device.
+    the others regroup, return to the last step that all have finished, plan again, and continue as one device would.
 
     Args:
         model, optimizers: the model and all optimizers of its parameters.
         others: schedules, a scaler, and other objects whose state changes from step to step.
         every: steps from one snapshot to the next; they are repeated if a device is lost. None: choose it from the first
             steps, so that snapshots take at most 2 % of the time.
-        replan: returns the plan after a change, as `Plans.replanner` does; None: the same strategies and proportions of shares.
+        replan: returns the plan after a change, such as `Plans.replanner()`; None: keep strategies and proportions of shares.
         tell: called with a line of text when the devices have changed.
-        joins: options for joining devices; None: those in the environment of `convoy run`.
+        joins: options for joining devices; None: read them from the environment of `convoy run`.
 
     Attributes:
-        steps: finished steps.
-        run_state: the state of the run that joining devices need; see `RunState`.
+        steps: number of finished steps.
+        run_state: reads and loads the state of the run that joining devices need; see `RunState`.
         fall_back: loads the last checkpoint if no snapshot is complete; returns its step and place. Every device calls it.
 
     Raises:
-        InputError: a model that is not distributed; `every` below 1.
+        InputError: the model is not distributed; `every` is below 1.
     """
 
     def __init__(
@@ -158,20 +157,20 @@ class Members:
         self.run_state: RunState | None = None
         self.fall_back: Callable[[], tuple[int, Any]] | None = None
         self.states = SnapshotStore(model, optimizers)
-        self._timed = every is None  # the interval is chosen from these times
+        self._timed = every is None  # time steps and snapshots, to choose the interval
         self._snapshots_s: list[float] = []
         self._steps_s: list[float] = []
         self._began_s: float | None = None
         self._leaves, self._ends = False, False  # requests
         self._requests: tuple[Tensor, Pending] | None = None  # of all devices; sent in one step, read in the next
         self._planned: Generation | None = None  # the generation of the model's plan
-        self._alone: Generation | None = None  # set when a device without membership trains
+        self._alone: Generation | None = None  # the generation of a device that trains without membership
         self._facts: Fields | None = None  # this device's description, if it joined a running job
-        # A script's own loop cannot undo its actions after a step, so all devices wait until all have the snapshot.
+        # A script's loop cannot undo its actions after a step, so each device waits until all have the snapshot.
         self._is_script = False
-        self._joins_here = False  # within `epochs`
+        self._joins_here = False  # the script uses `epochs`, where devices join
         self._epoch: int | None = None  # current epoch of `epochs`
-        self._inside = False  # a call of `repeated`
+        self._inside = False  # within a call of `repeated`
         self._completed: tuple[int, Any] = 0, None  # calls of `repeated`, and the result of the last one
         self._random_state: Tensor | None = None  # after that call, on a device that had not completed it
         self._signals = ExitStack()
@@ -179,7 +178,7 @@ class Members:
 
     @property
     def generation(self) -> Generation | None:
-        """The devices that train now; None before this one does, or if the job is not elastic."""
+        """The devices that train now; None before this device trains, or if the job is not elastic."""
         return self._alone if self.membership is None else self.membership.generation
 
     # --- a script's own loop ------------------------------------------------------------------------------------------
@@ -217,12 +216,12 @@ class Members:
         All devices finish a step together: at its end they wait until all have its snapshot and copies.
 
         Raises:
-            SystemExit: this device, or all, ended after this step on request. One line has been printed.
+            SystemExit: this device, or all devices, ended after this step on request. One line was printed.
             DeviceLostError: see `recover`.
         """
         self._start()
         wanted = self.steps + 1
-        # A repeated step does not draw earlier random numbers again, such as the order of an epoch.
+        # A repeated step must not draw earlier random numbers again, such as an epoch's order.
         self._update_snapshot(torch.get_rng_state())
         attempt = Attempt()
         try:
@@ -245,8 +244,8 @@ class Members:
     def repeated(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, which communicates between two steps, such as a test. Repeat it if a device is lost.
 
-        If others had completed it by then, this device gets their result (None if it is not JSON). A joining device gets None
-        before the first of `epochs`, because the others did the work without it.
+        If others had already completed it, this device gets their result (None if it is not JSON). A joining device gets None
+        before its first epoch, because the others did the work without it.
 
         Raises:
             DeviceLostError: see `recover`; or there is no snapshot of the last step.
@@ -324,7 +323,7 @@ class Members:
 
         Args:
             steps: finished steps of a resumed run.
-            place: see `after_step`. Returned; on a joining device the place of the others.
+            place: see `after_step`. It is returned; a joining device gets the place of the others instead.
         """
         if not self._is_script:
             self.model.guard = None
@@ -338,7 +337,7 @@ class Members:
                 self.states.arrived()
             except DeviceLostError:
                 if not self.states.kept:
-                    with suppress(DeviceLostError):  # sending copies may fail, but the local snapshot exists
+                    with suppress(DeviceLostError):  # sending copies may fail, but the local snapshot is needed
                         self.states.take(steps, self._others())
                 raise
             roster.update(members=self.membership.generation.members)
@@ -385,7 +384,7 @@ class Members:
         self._ends = True
 
     def finish(self) -> None:
-        """Take a snapshot after the last step, whatever `every` is, for later calls of `repeated`."""
+        """Take a snapshot after the last step even if none is due, for later calls of `repeated`."""
         if self.membership is not None:
             if self.states.kept[-1].step != self.steps:
                 self.states.arrived()
@@ -403,7 +402,7 @@ class Members:
                 self.membership.close()
 
     def _take_snapshot(self) -> None:
-        # This exchange also shows that all have finished the step and have the previous snapshot, so the older one may go.
+        # After this exchange, all have finished the step and have the previous snapshot, so the older one can be replaced.
         every = interval_of(self._snapshots_s, self._steps_s) if self._timed else self.every
         own = torch.tensor([float(self.states.has_changed), float(every)], dtype=torch.float64)
         table, pending = share_tensor(self.model.group, own)
@@ -434,8 +433,8 @@ class Members:
             grows = any(each & GROWS for each in requests)
             # If all leave, no device continues, so they end together and save.
             ends = any(each & ENDS for each in requests) or all(each & LEAVES for each in requests)
-        wants = self.admissions is not None and self.admissions.wanted()
-        own = torch.tensor(float(LEAVES * self._leaves + GROWS * wants + ENDS * self._ends), dtype=torch.float64)
+        joins = self.admissions is not None and self.admissions.wanted()
+        own = torch.tensor(float(LEAVES * self._leaves + GROWS * joins + ENDS * self._ends), dtype=torch.float64)
         self._requests = share_tensor(self.model.group, own)
         return leaving, grows, ends
 
@@ -456,7 +455,7 @@ class Members:
         raise DeviceLostError(left, f"device {left} left the job")
 
     def _admit(self) -> None:
-        """Admit the wanted devices that still wait, by raising GrownError."""
+        """Admit the accepted processes that still wait: raise GrownError on all devices."""
         membership = self.membership
         assert membership is not None
         self.states.arrived()
@@ -484,7 +483,7 @@ class Members:
     # --- recovery -----------------------------------------------------------------------------------------------------
 
     def recover(self, error: DeviceLostError) -> Any:
-        """Regroup after a step failed because a device was lost. Return the `place` of the last complete snapshot.
+        """Regroup after a device was lost during a step. Return the `place` of the last complete snapshot.
 
         Raises:
             StateLostError: no snapshot is complete without the lost devices.
@@ -510,7 +509,7 @@ class Members:
         raise error
 
     def _resume(self, before: Generation, error: ConvoyError) -> Any:
-        """Restore the last snapshot that the current devices have completely, with a plan for them. Return its `place`."""
+        """Plan for the current devices, and restore the last snapshot that they hold completely. Return its `place`."""
         assert self.membership is not None
         self._catch_up()
         step, held = self.states.gather_held()
@@ -564,7 +563,7 @@ class Members:
         return self.place
 
     def _catch_up(self) -> None:
-        """Copy the result of a call of `repeated` that only other devices have completed."""
+        """Get the result of a call of `repeated` that other devices have completed, but not this one."""
         kept, (count, result) = self.states.kept, self._completed
         random = kept[-1].others["random"] if kept else torch.get_rng_state()
         try:
@@ -590,7 +589,7 @@ class Members:
 
 
 def may_leave(leaves: Sequence[bool]) -> list[int]:
-    """Return which devices leave now. The next device of each has copies of its shards, so it stays until a later step."""
+    """Return the devices that may leave now. The device after each of them has copies of its shards, so it leaves later."""
     return [d for d, each in enumerate(leaves) if each and not leaves[(d + 1) % len(leaves)]]
 
 

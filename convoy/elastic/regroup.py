@@ -1,7 +1,7 @@
-"""Form the next generation of devices when one is lost or joins.
+"""Forms the next generation of devices when one is lost or joins.
 
-Each device has a health server that outlives the groups. It checks, several times within the allowed silence, that the next
-device answers. `elastic/agreement.py` makes the decisions.
+Each device has a health server that outlives the groups, and sends heartbeat requests to the next device. The state machine in
+`elastic/agreement.py` makes the decisions.
 """
 
 import json
@@ -28,34 +28,34 @@ from convoy.elastic.agreement import Event, Generation, Lost, Member, Pairs, obs
 from convoy.errors import ConvoyError, DeviceLostError, InputError
 
 SILENT_PART, LEAST_SILENCE_S = 1 / 20, 2.0
-"""A device that is silent for this part of the group's time limit counts as lost: 3 s of 60 s. On a busy machine a live device
-may need a second to answer."""
+"""A device counts as lost if it is silent for this fraction of the group's time limit (3 s of 60 s), or at least this number of
+seconds: on a busy machine a live device may need a second to answer."""
 
 FIRST_PART, SECOND_PART = 1 / 2, 1 / 3
-"""Parts of the allowed silence for a request and for its repetition; the rest is the pause between two requests."""
+"""Fractions of the allowed silence: time limits of a request and of its repetition. The rest is the pause after them."""
 
 MEETINGS = 5
-"""Time limits of the group after which an unsuccessful regroup ends."""
+"""An unsuccessful regroup ends after this number of the group's time limits."""
 
 POLL_S = 0.02
 """Seconds between two requests to the leader."""
 
 REPORT_S = 0.1
-"""Seconds to wait for the report of a device that leaves because of an error."""
+"""Seconds to wait for the error report of a device that leaves."""
 
 
 class UnnamedLossError(DeviceLostError):
-    """The error if another device reports a lost one; the regroup then finds the device."""
+    """The error if another device reports a loss without the lost device, which the regroup then finds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """The address at which a device answers as a member of its job.
+    """The address and credentials with which a device answers as a member of its job.
 
     Attributes:
-        address, port: listening address; port 0: a free one.
-        credentials: credentials of the job.
-        token: token of the job's members.
+        address, port: the listening address; port 0: a free one.
+        credentials: the job's credentials.
+        token: identifies members of the same job.
     """
 
     address: str
@@ -78,7 +78,7 @@ def home_here(group: Group) -> Home | None:
 
 
 def home_at(host: str, port: int, group: Group) -> Home:
-    """Return the home of a device of a job with `--listen host:port`. The other devices choose free ports."""
+    """Return the home of a device in a job with `--listen host:port`. Only the first device uses that port."""
     inside = present(group)
     if isinstance(inside, JoinedGroup):
         is_first = group.device == 0
@@ -107,11 +107,11 @@ class Membership:
     """One device's membership in a job whose devices change. Every device of a group creates one at the same time.
 
     Args:
-        home: home of a device that is alone or joins a running job; None: that of its group.
+        home: the home of a device that is alone or joins a running job; None: derive it from the group.
 
     Attributes:
-        group: group of the current generation.
-        silence_s: how long a device may be silent.
+        group: the group of the current generation.
+        silence_s: seconds after which a silent device counts as lost.
         applicants: the join requests at this device.
         offer: the job's description for joining devices; None: admit no device.
     """
@@ -137,7 +137,7 @@ class Membership:
         self._store: Address | None = None  # store of the current meeting, or of this generation's
         self._left: Address | None = None  # store of the previous meeting
         self._closed = threading.Event()
-        # Set before others know the address: a device that does not answer an early question counts as dead.
+        # Set before others know the address: a device that does not answer an early request counts as dead.
         self._server.answers = {
             "beat": lambda _: {"generation": _row(self.generation)},
             "regroup": self._answer_regroup,
@@ -197,7 +197,7 @@ class Membership:
         with self._changed:
             self._slept |= _now_s() - self._awake_s > self.silence_s
             if isinstance(event, Lost) and self._slept:
-                # This device slept: others may have continued without it, and ended normally.
+                # This machine slept: the others may have continued without this device, and ended normally.
                 event = replace(event, dead=False)
             if isinstance(event, agreement.Met):
                 self._slept, self._awake_s = False, _now_s()
@@ -240,7 +240,7 @@ class Membership:
         with self._changed:
             state = self._state
             if state.phase == "out":
-                return None  # others of the job may answer
+                return None  # another device of the job may answer
             if self.offer is None:
                 return {"refused": "this training admits no devices"}
             if request["do"] == "hello":
@@ -259,13 +259,13 @@ class Membership:
     def _answer_interrupt(self, request: Fields) -> Fields:
         if int(request["device"]) not in self.generation.members:
             return {"excluded": _row(self.generation)}
-        # Also from a device of an earlier generation, for which the meeting failed.
+        # The other device may be in an earlier generation, because the meeting failed there.
         self._observe(agreement.Interrupted())
         self._observe(agreement.Reached(int(request["device"]), _generation(request["generation"])))
         return {}
 
     def _beat(self) -> None:
-        """Send heartbeat requests to the next device of the generation."""
+        """Send heartbeat requests to the next device of the generation until the membership ends."""
         while not self._closed.wait(self.silence_s * (1 - FIRST_PART - SECOND_PART)):
             with self._changed:
                 self._slept |= _now_s() - self._awake_s > self.silence_s
@@ -306,13 +306,13 @@ class Membership:
         return [[device, *each.address] for device, each in enumerate(joining, first)]
 
     def grant(self, rows: Sequence[Sequence[object]]) -> None:
-        """Admit devices. Every device calls it between two steps, and `regroup` after it."""
+        """Admit devices with these rows (id, host, port). Every device calls it between two steps, then `regroup`."""
         with self._changed:
             self._addresses |= {int(str(d)): (str(host), int(str(port))) for d, host, port in rows}
             self._observe(agreement.Granted(tuple(int(str(row[0])) for row in rows)))
 
     def meet_as(self, device: int, reply: Fields) -> None:
-        """Meet the others, on the joining device with this id. DeviceLostError if they continued without it."""
+        """Meet the job's devices, as the joining device with this id. DeviceLostError: they continued without it."""
         called = _generation(reply["call"])
         with self._changed:
             self._addresses = {int(d): (str(host), int(port)) for d, host, port in reply["addresses"]}
@@ -326,8 +326,7 @@ class Membership:
     # --- regrouping, on the main thread --------------------------------------------------------------------------------
 
     def regroup(self, error: ConvoyError) -> None:
-        """Form a group with the devices that remain or join. DeviceLostError: this device cannot continue, or the others
-        neither come to a meeting nor end."""
+        """Form a group of the devices that remain or join. DeviceLostError: this device must stop, or no meeting succeeded."""
         present = self.group.present
         if isinstance(present, JoinedGroup):
             present.abort(error)
@@ -350,7 +349,7 @@ class Membership:
                             self._observe(Lost(device, reply is NoAnswer.DEAD))
                         elif "excluded" in reply:
                             self._observe(agreement.Excluded(_generation(reply["excluded"])))
-                    if time.monotonic() > waits_until_s:  # they are alive, but do not come
+                    if time.monotonic() > waits_until_s:  # alive, but they do not send requests
                         for device in missing:
                             self._observe(Lost(device, dead=False))
                 case agreement.Meet(generation, hosts):
@@ -419,7 +418,7 @@ class Membership:
 
 
 def _now_s() -> float:
-    """Return seconds of a clock that also runs while the machine sleeps, if it has one."""
+    """Return the seconds of a clock that also counts while the machine sleeps, where available."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 

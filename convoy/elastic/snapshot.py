@@ -1,7 +1,7 @@
-"""Take snapshots of the state after a step, with copies of a neighbour's shards, and restore them in other layouts.
+"""Takes snapshots of the state after a step, with copies of a neighbour's shards, and restores them in other layouts.
 
-A device's snapshot has one buffer per dtype. The tensors that no other device has come first, so that this part of the buffer
-is sent to the next device unchanged, while the next step computes.
+A device's snapshot has one buffer per dtype. The tensors that no other device has come first: this part of the buffer is sent
+to the next device without further copies, during the next step.
 """
 
 import copy
@@ -24,10 +24,10 @@ from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described, number_of
 
 Name = tuple[str, str]
-"""The key of a parameter or buffer, and "" for the tensor itself or "0/momentum_buffer" for a state of the first optimizer."""
+"""A parameter's or buffer's key, and "" for the tensor itself or "0/momentum_buffer" for this state of optimizer 0."""
 
 Rows = Mapping[str, Mapping[str, Any]]
-"""Optimizer state as returned by `described`, by "0/key" for the first optimizer."""
+"""Optimizer state as returned by `described`; the keys are "0/key" for optimizer 0 and the parameter `key`."""
 
 NUMBERS: Name = ("", "numbers")
 
@@ -35,7 +35,7 @@ NUMBERS: Name = ("", "numbers")
 # --- transfers of snapshot parts after a lost device -------------------------------------------------------------------
 
 Boxes = Mapping[str, Sequence[Box]]
-"""The parts of each tensor on one device, by key."""
+"""The boxes of each tensor that one device holds, by key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class ShardTransfer:
 
 
 def without(box: Box, taken: Box) -> list[Box]:
-    """Return the rest of a box as disjoint boxes."""
+    """Return the part of `box` outside `taken`, as disjoint boxes."""
     common = intersection(box, taken)
     if common is None:
         return [box]
@@ -63,7 +63,7 @@ def without(box: Box, taken: Box) -> list[Box]:
 
 
 def uncovered(wanted: Box, held: Iterable[Box]) -> list[Box]:
-    """Return the parts of a box that no held box covers."""
+    """Return the parts of `wanted` that no held box covers."""
     rest = [wanted]
     for each in held:
         rest = [part for box in rest for part in without(box, each)]
@@ -71,10 +71,10 @@ def uncovered(wanted: Box, held: Iterable[Box]) -> list[Box]:
 
 
 def newest_whole(kept: Sequence[Mapping[int, Boxes]], wanted: Mapping[str, Box]) -> int | None:
-    """Return the last step for which the devices together have every tensor whole; None if there is none.
+    """Return the last step for which the devices together hold every whole tensor; None if there is none.
 
     Args:
-        kept: for each device, by step, its parts of the state after that step.
+        kept: for each device, by step, the boxes that it holds of the state after that step.
         wanted: the box of each whole tensor.
     """
     for step in sorted({step for rows in kept for step in rows}, reverse=True):
@@ -87,11 +87,11 @@ def newest_whole(kept: Sequence[Mapping[int, Boxes]], wanted: Mapping[str, Box])
 def transfers(
     held: Sequence[Boxes], wanted: Sequence[Mapping[str, Box]], bytes_of: Mapping[str, int]
 ) -> tuple[ShardTransfer, ...]:
-    """Return the transfers that give every device its wanted boxes. The device with the fewest bytes sent sends next.
+    """Return the transfers that give every device its wanted boxes. Of several senders, choose the one with the least traffic.
 
     Args:
-        held: boxes of each device; together they cover all tensors.
-        bytes_of: for each tensor, the bytes of one entry including its optimizer state.
+        held: boxes on each device; together they cover all tensors.
+        bytes_of: for each tensor, the bytes per entry including optimizer state.
     """
     found, sent = [], [0] * len(held)
     for receiver, boxes in enumerate(wanted):
@@ -117,7 +117,7 @@ def transfers(
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor in a buffer."""
+    """The name, shape and dtype of a tensor in a buffer."""
 
     name: Name
     shape: Shape
@@ -129,7 +129,7 @@ class Entry:
 
 
 class Buffers:
-    """A set of tensors in one buffer per dtype, in a fixed order."""
+    """Tensors stored in one flat buffer per dtype, in a fixed order."""
 
     def __init__(self, tensors: Sequence[Entry], device: torch.device) -> None:
         self.entries = tuple(tensors)
@@ -142,7 +142,7 @@ class Buffers:
             self.views |= {e.name: part.view(e.shape) for e, part in zip(rows, parts, strict=True)}
 
     def first(self, tensors: Iterable[Entry]) -> list[Tensor]:
-        """Return the parts of the buffers that contain the first tensors, in a fixed order of dtypes."""
+        """Return the starts of the buffers, up to the last of these first tensors, in a fixed order of dtypes."""
         counts: dict[torch.dtype, int] = {}
         for entry in tensors:
             counts[entry.dtype] = counts.get(entry.dtype, 0) + entry.count
@@ -151,13 +151,13 @@ class Buffers:
 
 @dataclass(slots=True)
 class Snapshot:
-    """This device's part of the state after a step.
+    """The state after a step on this device, with copies of the previous device's shards.
 
     Attributes:
-        boxes, spare_boxes: the part of each parameter or buffer in this device's own shards and in the neighbour's.
-        rows, spare_rows: their optimizer state, including numbers.
+        boxes, spare_boxes: the box of each parameter or buffer in `own` (this device's tensors) and `spare` (the copies).
+        rows, spare_rows: the optimizer state of both, including numbers.
         others: the state that is the same on every device.
-        complete: whether the neighbour's shards have arrived.
+        complete: whether the copies have arrived.
     """
 
     step: int
@@ -171,7 +171,7 @@ class Snapshot:
     complete: bool = False
 
     def parts(self, key: str) -> Iterable[tuple[Box, Buffers]]:
-        """Yield the parts of a tensor."""
+        """Yield the boxes held of a tensor, with the buffers that contain them."""
         if key in self.boxes:
             yield self.boxes[key], self.own
         if self.complete and key in self.spare_boxes:
@@ -208,11 +208,11 @@ class SnapshotStore:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the optimizer state has changed, other than in its numbers, since the last `share_forms`."""
+        """Whether names, kinds or dtypes in the optimizer state have changed since the last `share_forms`."""
         return json.dumps(_forms(self._rows()), sort_keys=True) != self._signature
 
     def share_forms(self) -> None:
-        """Exchange the description of the optimizer state, without numbers. Every device calls it."""
+        """Exchange the description of the optimizer state, without the values of numbers. Every device calls it."""
         rows = _forms(self._rows())
         tables = gather(self.model.group, "optimizer state", rows)
         self._table = {key: row for table in reversed(tables) for key, row in table.items()}
@@ -233,7 +233,7 @@ class SnapshotStore:
         old = self.kept.pop(0) if len(self.kept) > 1 else None
         own = old.own if old and old.own.entries == (*sent, *stays) else Buffers([*sent, *stays], group.torch_device)
         spare = old.spare if old and old.spare.entries == tuple(received) else Buffers(received, group.torch_device)
-        if tensors:  # a device may have none
+        if tensors:  # a device may have no tensor
             torch._foreach_copy_([own.views[name] for name in tensors], list(tensors.values()))
         if NUMBERS in own.views:
             own.views[NUMBERS].copy_(torch.tensor(_numbers(rows, self._sent_keys(group.device)), dtype=torch.float64))
@@ -257,7 +257,7 @@ class SnapshotStore:
         return sorted(key for key in self._boxes(device) if single(self.model.layouts[key]))
 
     def _entries(self, device: int, rows: Rows) -> tuple[list[Entry], list[Entry]]:
-        """Return the tensors that only this device has, followed by their numbers; and its other tensors."""
+        """Return the tensors that only this device has, plus the numbers of their optimizer state; and the other tensors."""
         sent = self._sent_keys(device)
         stays = [key for key in self._boxes(device) if key not in set(sent)]
         first = [entry for key in sent for entry in self._entries_of(key, device, rows)]
@@ -278,8 +278,8 @@ class SnapshotStore:
         key, state = name
         if not state:
             return self.model.weights.held(key)
-        i, _, what = state.partition("/")
-        return self.optimizers[int(i)].state[self.model.module.get_parameter(key)][what]  # type: ignore[no-any-return]
+        i, _, name_there = state.partition("/")
+        return self.optimizers[int(i)].state[self.model.module.get_parameter(key)][name_there]  # type: ignore[no-any-return]
 
     def _rows(self) -> dict[str, dict[str, Any]]:
         found = {}
@@ -298,8 +298,8 @@ class SnapshotStore:
     # --- restoring ----------------------------------------------------------------------------------------------------
 
     def gather_held(self) -> tuple[int | None, list[dict[str, Any]]]:
-        """Return the last step whose state the devices have completely, and each device's parts of it; "has": the device has a
-        snapshot of that step (a joining device has none). Every device calls it, in a new group."""
+        """Return the last step whose whole state the devices hold, and for each device its boxes, its optimizer rows, and
+        whether it "has" a snapshot of that step. Every device calls it, in a new group."""
         self._pending = None
         metadata = gather(self.model.group, "snapshots", [kept.metadata() for kept in self.kept])
         kept = [{row["step"]: _boxes_of(rows, row["step"]) for row in rows} for rows in metadata]
@@ -315,7 +315,7 @@ class SnapshotStore:
 
     @torch.no_grad()
     def restore(self, step: int, held: Sequence[Mapping[str, Any]]) -> Any:
-        """Move the state after a step to the layouts of the model's current plan. Return this device's `others`.
+        """Restore the state after a step in the layouts of the current plan. Return this device's `others`.
 
         Args:
             held: returned by `gather_held`.
@@ -348,7 +348,7 @@ class SnapshotStore:
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Drop all state, and allocate the layouts of the current plan for the state of a checkpoint."""
+        """Drop all state, and allocate empty shards for the current plan. The caller then loads a checkpoint."""
         device = self.model.group.device
         self._install({key: self._fresh(self._entries_of(key, device, {})[0]) for key in self._boxes(device)})
         for optimizer in self.optimizers:
@@ -397,7 +397,7 @@ class SnapshotStore:
         raise AssertionError(f"no snapshot here has {name} {wanted}")
 
     def _install(self, shards: Mapping[str, Tensor]) -> None:
-        """Install the local shards; empty ones if this device has no part of a tensor."""
+        """Make these shards the model's local shards; use empty ones for other tensors."""
         weights = self.model.weights
         for key in self.model.parameters_by_key:
             shard = shards[key] if key in shards else weights.held(key).new_empty(weights.own_shape(key))
@@ -424,7 +424,7 @@ def _is_number(row: Mapping[str, Any]) -> bool:
 
 
 def _forms(rows: Rows) -> dict[str, Any]:
-    """Return optimizer state without numbers, which are sent with the tensors."""
+    """Return optimizer state without the values of numbers, which are sent with the tensors."""
     return {
         key: {n: {k: v for k, v in row.items() if k != "value"} if _is_number(row) else row for n, row in each.items()}
         for key, each in rows.items()
@@ -451,7 +451,7 @@ def _with_numbers(rows: Rows, numbers: Tensor | None) -> Rows:
 def take(
     place: Any, optimizers: Sequence[Optimizer], others: Sequence[Stateful], device: torch.device
 ) -> dict[str, Any]:
-    """Return the state other than the model: position in the data, optimizer settings, schedules, scaler, random numbers."""
+    """Return the state other than the model: data position, optimizer settings, schedules, scaler, random number generators."""
     settings = [
         [{k: copy.copy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         for optimizer in optimizers
@@ -487,14 +487,15 @@ def restore(
 
 
 MOST_PART = 0.02
-"""Largest part of the time for snapshots."""
+"""The largest fraction of the time for snapshots."""
 
-TIMED = 5
-"""Snapshots and steps that are timed before the interval is chosen. The first takes longer, because it allocates memory."""
+TIMED = (
+    5  # snapshots and steps to time before choosing the interval; the first one takes longer, as it allocates memory
+)
 
 
 def interval_of(snapshots_s: Sequence[float], steps_s: Sequence[float]) -> int:
-    """Return the steps per snapshot for which snapshots take at most `MOST_PART` of the time; 1 while fewer are timed."""
+    """Return the steps per snapshot for which snapshots take at most `MOST_PART` of the time; 1 until enough are timed."""
     if min(len(snapshots_s), len(steps_s)) < TIMED:
         return 1
     snapshot_s, step_s = (statistics.median(each[:TIMED]) for each in (snapshots_s, steps_s))

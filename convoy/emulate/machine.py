@@ -1,4 +1,4 @@
-"""Limits the cores of devices by the CPU quotas of control groups (version 1 or 2), and calls ip and tc."""
+"""Limits devices' cores with CPU quotas of control groups (version 1 or 2), and runs system tools such as ip and tc."""
 
 import errno
 import math
@@ -38,7 +38,7 @@ def find(program: str) -> str:
     """Return the full path of a program.
 
     Raises:
-        InputError: it is missing; the message names its package.
+        InputError: the program is missing; the message names its package.
     """
     # Root's PATH lacks the sbin folders under some su and cron set-ups.
     path = shutil.which(program, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
@@ -50,14 +50,14 @@ def find(program: str) -> str:
 
 
 def call(program: str, *arguments: str) -> str:
-    """Run a program to its end and return its output.
+    """Run a program and return its output.
 
     Raises:
-        InputError: it failed, or took longer than ten seconds; the message has its own words.
+        InputError: it failed (the message contains its error output), or took longer than ten seconds.
     """
     line = " ".join((program, *arguments))
     try:
-        # A session of its own: Ctrl-C reaches this process, which then removes what the program made.
+        # A separate session: Ctrl-C reaches only this process, which then cleans up after the program.
         done = subprocess.run(
             [find(program), *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_CALL_LIMIT_S,
             start_new_session=True, check=False,
@@ -76,11 +76,11 @@ def call(program: str, *arguments: str) -> str:
 
 @dataclass(frozen=True)
 class RunName:
-    """`convoy-<pid>-<started>`: the name of one run, which everything it makes carries, so that orphans can be found.
+    """The name of one run, `convoy-<pid>-<started>`. Names of its resources begin with it, so that leftovers can be found.
 
     Attributes:
-        pid: of the process that emulates.
-        started: when that process started, in clock ticks after boot. Process ids are reused; the pair is not.
+        pid: id of the emulating process.
+        started: when that process started, in clock ticks after boot. Process ids are reused; this pair is not.
     """
 
     pid: int
@@ -95,7 +95,7 @@ class RunName:
 
     @classmethod
     def parse(cls, name: str) -> "RunName | None":
-        """Return the run that a namespace or control group belongs to; None if it is of no run."""
+        """Return the run that a namespace or control group belongs to, by its name; None if it belongs to no run."""
         found = _NAME.fullmatch(name)
         return cls(int(found[1]), int(found[2])) if found else None
 
@@ -103,7 +103,7 @@ class RunName:
         return f"convoy-{self.pid}-{self.started}"
 
     def of(self, part: str) -> str:
-        """Return the name of one part of this run."""
+        """Return the name of one of the run's resources."""
         return f"{self}-{part}"
 
     def alive(self) -> bool:
@@ -136,10 +136,10 @@ def cpu_controller(mounts: str | None = None) -> CpuController:
     """Return the mounted cpu controller.
 
     Args:
-        mounts: text like /proc/mounts; None: that of this process.
+        mounts: text in the format of /proc/mounts; None: read /proc/mounts.
 
     Raises:
-        InputError: none is mounted.
+        InputError: no controller is mounted.
     """
     for line in (Path("/proc/mounts").read_text() if mounts is None else mounts).splitlines():
         _, mount_point, kind, options, *_ = line.split()
@@ -159,7 +159,7 @@ def quota_us(cores: float) -> tuple[int, int]:
     """Return the quota that makes a group run like `cores` cores: microseconds of processor time, and of the period.
 
     Raises:
-        InputError: below a thousandth of a core.
+        InputError: `cores` is below 0.001.
     """
     period_us = max(_PERIOD_US, math.ceil(_LEAST_QUOTA_US / cores))
     if period_us > _LONGEST_PERIOD_US:
@@ -169,9 +169,9 @@ def quota_us(cores: float) -> tuple[int, int]:
 
 @contextmanager
 def groups(controller: CpuController, run: RunName, cores: Sequence[float | None]) -> Iterator[list[Path]]:
-    """Make one group for each device, with its quota (None: no limit), in order.
+    """Make a control group for each device, in order, limited to these cores (None: no limit).
 
-    On exit, every process in them is killed and the groups are removed.
+    On exit, kill every process in the groups and remove them.
     """
     quotas = [None if each is None else quota_us(each) for each in cores]
     parent = controller.root / str(run)
@@ -207,7 +207,7 @@ def groups(controller: CpuController, run: RunName, cores: Sequence[float | None
 
 def _write(file: Path, text: str) -> None:
     try:
-        # Opened without creating: a file that the kernel does not offer is an error, not a new file.
+        # "r+" does not create a file: if the kernel lacks it, that is an error.
         with file.open("r+") as opened:
             opened.write(text)
     except OSError as error:
@@ -219,14 +219,14 @@ def _write(file: Path, text: str) -> None:
 
 
 def entrance(group: Path) -> Path:
-    """Return the file that a process writes its id to, to join a group."""
+    """Return the file to which a process writes its id to join a group."""
     return group / "cgroup.procs"
 
 
 def members(group: Path) -> list[int]:
     """Return the ids of the processes in a group; none if the group is gone."""
     try:
-        # Id 0 stands for a process of another pid namespace; for kill it would mean this process.
+        # Id 0 means a process of another pid namespace; kill(0) would kill this process's own group.
         return [pid for pid in map(int, entrance(group).read_text().split()) if pid > 0]
     except OSError:
         return []
@@ -236,7 +236,7 @@ def remove(parent: Path) -> None:
     """Kill every process in the groups under `parent`, and remove them and `parent`.
 
     Raises:
-        InputError: that took 5 s.
+        InputError: a group is still in use after 5 s.
     """
     limit_s = time.monotonic() + _END_LIMIT_S
     try:

@@ -1,4 +1,4 @@
-"""Emulates hosts as network namespaces, joined by a bridge in a namespace of its own, their NICs at their rates.
+"""Emulates hosts as network namespaces with rate-limited NICs, connected by a bridge in a separate namespace.
 
 ::
 
@@ -25,16 +25,16 @@ _BRIDGE = "br0"
 _NETWORK = "10.77.0"
 _MOST_HOSTS = 254
 
-# The burst of a token bucket in seconds of the link. A shorter one costs throughput by the timer's jitter; with a longer one
-# small messages are not shaped.
+# The burst of a token bucket, in seconds at the link's rate. A shorter burst loses throughput to timer jitter; a longer one
+# lets small messages pass without a limit.
 _BURST_S = 6e-4
 _FRAME_BYTES = 1514
 _LARGEST_PACKET_BYTES = 65_536
-_QUEUE_S = 0.05  # what would wait longer is dropped, as by a switch
+_QUEUE_S = 0.05  # packets that would wait longer are dropped, as in a switch
 _CONGESTION_CONTROL = "cubic"
-"""Linux's default for TCP. BBR takes acknowledgements that wait behind data of the other direction for a slower link: with both
-directions of a NIC busy it reaches four fifths of the rate (docs/decisions)."""
-_FASTEST_BYTES_PER_S = 5e9  # more than a veth pair carries: a bucket would only cost processor time
+"""Linux's default for TCP. With both directions of a NIC busy, BBR reaches only four fifths of the rate: it mistakes
+acknowledgements that wait behind data for a slower link (docs/decisions)."""
+_FASTEST_BYTES_PER_S = 5e9  # more than a veth pair carries, so that a bucket would only use processor time
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Port:
     """The connection of one host to the switch.
 
     Attributes:
-        host: its name in the fleet.
-        namespace: its network namespace, which holds the NIC.
-        address: its IPv4 address.
+        host: the host's name in the fleet.
+        namespace: the host's network namespace, which contains its NIC.
+        address: the host's IPv4 address.
         plug: the switch's end of the veth pair.
-        bridge: the bridge that the plug belongs to.
+        bridge: the bridge to which the plug belongs.
     """
 
     host: str
@@ -58,7 +58,7 @@ class Port:
 
 @dataclass(frozen=True)
 class Uplink:
-    """The veth pair of a segment's bridge and the common one: `inner` sends what leaves the segment, `outer` what enters."""
+    """The veth pair between a segment's bridge and the main bridge. `inner` sends leaving packets, `outer` entering ones."""
 
     segment: NetworkSegment
     bridge: str
@@ -129,13 +129,13 @@ def network(wiring: Wiring) -> Iterator[None]:
 
 
 def namespaces() -> list[str]:
-    """Return the names of all network namespaces that have one."""
+    """Return the names of all named network namespaces."""
     listed = call("ip", "-json", "netns", "list")
     return [entry["name"] for entry in json.loads(listed)] if listed.strip() else []
 
 
 def delete(namespace: str) -> None:
-    """Remove a namespace with its NICs and veth pairs, if it is there."""
+    """Remove a namespace with its NICs and veth pairs, if it exists."""
     try:
         call("ip", "netns", "delete", namespace)
     except InputError:
@@ -144,7 +144,7 @@ def delete(namespace: str) -> None:
 
 
 def _up(namespace: str, nic: str) -> None:
-    # Without a link-local address: libraries that look at a NIC's addresses find one, and it is IPv4.
+    # No IPv6 link-local address, so that libraries that list a NIC's addresses find only the IPv4 address.
     _in(namespace, "link", "set", nic, "addrgenmode", "none")
     _in(namespace, "link", "set", nic, "up")
 
@@ -158,11 +158,11 @@ def _in(namespace: str, *arguments: str) -> None:
 
 @dataclass(frozen=True)
 class TokenBucket:
-    """A rate as the kernel takes it.
+    """A rate limit in the form that the kernel expects.
 
     Attributes:
-        rate_bit_per_s: bits per second, headers included: TCP sees 0.95 of it.
-        burst_bytes: may pass at once after a pause.
+        rate_bit_per_s: bits per second including headers; TCP payload reaches 0.95 of it.
+        burst_bytes: bytes that may pass at once after a pause.
         packet_bytes: the largest packet that the sending host may pass to the NIC.
     """
 
@@ -172,11 +172,11 @@ class TokenBucket:
 
 
 def bucket(bytes_per_s: float) -> TokenBucket | None:
-    """Return the bucket for a rate; None for a rate that needs no shaping.
+    """Return the bucket for a rate; None for a rate that needs no limit.
 
-    TCP passes packets of up to 64 KiB, and the kernel cuts a packet that is larger than the bucket into frames, in the
-    processor: four hosts at 1 Gbit/s then reached 0.52 of the rate in a ring instead of 0.95. So the bucket holds a whole
-    packet. On slow links the packets are made smaller, instead of the bucket larger.
+    TCP passes packets of up to 64 KiB. If a packet is larger than the bucket, the processor must cut it into frames: four
+    hosts at 1 Gbit/s then reached 0.52 of the rate in a ring instead of 0.95. So the bucket holds a whole packet. On slow
+    links the packets are smaller, to keep the bucket small.
     """
     if bytes_per_s > _FASTEST_BYTES_PER_S:
         return None
@@ -193,11 +193,11 @@ def shape(wiring: Wiring, nic_of: Callable[[str], Nic]) -> None:
     Raises:
         InputError: the kernel refuses.
     """
-    # What crosses an uplink must fit into its bucket, whoever sends it.
+    # Packets of all hosts must fit into the uplinks' buckets.
     rates = (rate for each in wiring.uplinks for rate in _rates(each.segment.uplink))
     packet_bytes = min((limit.packet_bytes for rate in rates if (limit := bucket(rate))), default=_LARGEST_PACKET_BYTES)
     for port in wiring.ports:
-        # A bucket limits what leaves a device: the host's end sends, the switch's end is what the host receives.
+        # A bucket limits sending only. The host's end limits what the host sends, the switch's end what the host receives.
         send, receive = _rates(nic_of(port.host))
         sending = bucket(send)
         own_bytes = min(packet_bytes, sending.packet_bytes if sending else _LARGEST_PACKET_BYTES)

@@ -24,9 +24,9 @@ from convoy.launch.supervisor import Interrupts, Output, Signalled, Start, Super
 TIMED_OUT = 124  # the status that timeout(1) gives
 
 _PORT = 29_500
-_GRACE_S = 3.0  # for the others, once one has failed: long enough to say what they noticed
+_GRACE_S = 3.0  # after a device failed, the others have this long to print their errors
 _LINES = 20
-# One way between two namespaces, a byte over TCP: 10 us at rest, 40 us in the slowest tenth.
+# One-way time of a byte over TCP between two namespaces: 10 us at rest, 40 us in the slowest tenth.
 _REAL_LATENCY_S = 1e-4
 
 
@@ -37,28 +37,28 @@ def emulate(
     timeout_s: float,
     output: TextIO | None = None,
     fleet_path: Path | None = None,
-    goes_on: bool = False,
+    continues: bool = False,
 ) -> int:
-    """Run a command on every device of a fleet, emulated on this machine. Return only when everything it made is gone.
+    """Run a command on every device of a fleet emulated on this machine, and remove the emulated hosts afterwards.
 
     Every host gets a network namespace with its NIC's rates. Every device gets one process with its cores as a CPU quota and
     torchrun's environment, and CONVOY_DEVICE (its kind), CONVOY_SLOWDOWN, CONVOY_CPU_QUOTA (its cores) and CONVOY_FLEET.
     Latencies and measured links are not emulated. Call it from the main thread, which receives signals.
 
     Args:
-        timeout_s: seconds until the command is ended.
-        output: receives what the first device prints, and notes. None: the first device writes to this process's stdout and
-            stderr, notes go to stderr. What other devices print is shown if they fail.
-        fleet_path: the fleet's file, for the command.
-        goes_on: the devices continue without those that are lost. The output of all is shown.
+        timeout_s: end the command after this many seconds.
+        output: receives the first device's output, and notes. None: the first device writes to this process's stdout and
+            stderr, notes go to stderr. Other devices' output is shown if they fail.
+        fleet_path: the fleet's file, passed to the command as CONVOY_FLEET.
+        continues: if devices are lost, the others continue. The output of all is shown.
 
     Returns:
-        0 if every process ended with 0 (with `goes_on`, one of them); else the status of the first that did not (128 + n
-        after signal n), 124 if the time ran out, 128 + n if this process was asked to end by signal n.
+        0 if every process ended with 0 (with `continues`: if one did); else the status of the first failed process (128 + n
+        after signal n); 124 if the time ran out; 128 + n if this process received signal n.
 
     Raises:
-        InputError: no such command, a wrong limit, or a machine that cannot do it: not Linux, not root, a program or a part
-            of the kernel missing.
+        InputError: the command does not exist, the limit is invalid, or the machine cannot emulate: it is not Linux, this is
+            not root, or a program or kernel feature is missing.
     """
     if not command:
         raise InputError("the command is empty: give the program to run on every host, with its arguments")
@@ -68,7 +68,7 @@ def emulate(
         raise InputError(
             f"timeout_s = {timeout_s!r}: must be a finite number above 0; give the seconds to wait at most"
         )
-    check_ground()
+    check_machine()
     notes = output or sys.stderr
 
     def note(line: str) -> None:
@@ -79,11 +79,11 @@ def emulate(
     with Interrupts() as interrupts:
         try:
             if orphans := remove_orphans():
-                note(f"removed what killed runs had left: {', '.join(orphans)}")
+                note(f"removed leftovers of killed runs: {', '.join(orphans)}")
             key = key_to_start(os.environ)
             with _hosts(fleet, command, fleet_path) as starts:
                 interrupts.check()
-                with _Devices(fleet, output, interrupts, note, goes_on) as devices:
+                with _Devices(fleet, output, interrupts, note, continues) as devices:
                     for start in starts:
                         devices.start(replace(start, key=key))
                     return devices.watch(timeout_s)
@@ -91,11 +91,11 @@ def emulate(
             return interrupted.status
 
 
-def check_ground() -> None:
+def check_machine() -> None:
     """Check that this machine can emulate a fleet.
 
     Raises:
-        InputError: what it lacks and how to get it.
+        InputError: it cannot; the message says what is missing and how to get it.
     """
     if platform.system() != "Linux":
         raise InputError(
@@ -111,10 +111,10 @@ def check_ground() -> None:
 
 
 def remove_orphans() -> list[str]:
-    """Remove the namespaces and control groups of runs whose process is gone, with their processes; return the names.
+    """Remove the namespaces and control groups of killed runs, and kill the processes in them. Return their names.
 
     Raises:
-        InputError: the machine refuses.
+        InputError: they cannot be removed.
     """
 
     def orphaned(name: str) -> bool:
@@ -131,7 +131,7 @@ def remove_orphans() -> list[str]:
 
 
 def caveats(fleet: Fleet, machine_cores: int) -> list[str]:
-    """Return what an emulation on a machine with this many cores does not show; one line each."""
+    """Return one line for each difference between the fleet and its emulation on a machine with this number of cores."""
     lines = []
     asked = sum(device.cores or 0.0 for device in fleet.devices)
     if asked > machine_cores:
@@ -152,7 +152,7 @@ def caveats(fleet: Fleet, machine_cores: int) -> list[str]:
 
 
 def environment(fleet: Fleet, index: int, wiring: namespaces.Wiring, fleet_path: Path | None) -> dict[str, str]:
-    """Return the variables that the process of device `index` gets in addition to those of this process."""
+    """Return the environment variables that are added for the process of device `index`."""
     device = fleet.devices[index]
     neighbours = fleet.devices_on(device.host)
     address = wiring.port(fleet.devices[0].host).address
@@ -162,12 +162,12 @@ def environment(fleet: Fleet, index: int, wiring: namespaces.Wiring, fleet_path:
         "GLOO_SOCKET_IFNAME": namespaces.NIC,
         "CONVOY_DEVICE": device.kind,
         "CONVOY_SLOWDOWN": repr(device.slowdown),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # a namespace has no name service, and torch says so on every connection
-        "PYTHONUNBUFFERED": "1",  # the last lines of a process that is killed
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # a namespace has no name service, and torch warns on every connection
+        "PYTHONUNBUFFERED": "1",  # else the last lines of a killed process are lost
     }
     if device.cores is not None:
         variables["OMP_NUM_THREADS"] = str(math.ceil(device.cores))
-        variables["CONVOY_CPU_QUOTA"] = repr(device.cores)  # with it comes the noise model
+        variables["CONVOY_CPU_QUOTA"] = repr(device.cores)  # enables the noise model
     if fleet_path is not None:
         variables["CONVOY_FLEET"] = str(fleet_path.resolve())
     return variables
@@ -175,7 +175,7 @@ def environment(fleet: Fleet, index: int, wiring: namespaces.Wiring, fleet_path:
 
 @contextmanager
 def _hosts(fleet: Fleet, command: Sequence[str], fleet_path: Path | None) -> Iterator[list[Start]]:
-    """Make the emulated hosts. Each device's process joins its group and namespace, and becomes the command."""
+    """Make the emulated hosts. Each device's process joins its group and namespace, then executes the command."""
     run = RunName.mine()
     wiring = namespaces.wire(run, [host.name for host in fleet.hosts], fleet.segments)
     join = [machine.find("sh"), "-c", 'echo $$ > "$0" && exec "$@"']
@@ -203,12 +203,12 @@ def _hosts(fleet: Fleet, command: Sequence[str], fleet_path: Path | None) -> Ite
 
 
 class _Devices:
-    """The processes of an emulated fleet's devices. Leaving the context ends what still runs."""
+    """The processes of an emulated fleet's devices. Leaving the context ends the running ones."""
 
     def __init__(
-        self, fleet: Fleet, output: TextIO | None, interrupts: Interrupts, note: Callable[[str], None], goes_on: bool
+        self, fleet: Fleet, output: TextIO | None, interrupts: Interrupts, note: Callable[[str], None], continues: bool
     ) -> None:
-        self._fleet, self._note, self._goes_on = fleet, note, goes_on
+        self._fleet, self._note, self._continues = fleet, note, continues
         self._first = None if output is None else decoded(partial(print, end="", file=output, flush=True))
         self._processes = Supervisor(interrupts)
 
@@ -219,9 +219,9 @@ class _Devices:
         self._processes.__exit__()
 
     def start(self, start: Start) -> None:
-        """Start a device. The output of device 0 is shown, with `goes_on` that of all."""
+        """Start a device. Show the output of device 0, with `continues` of all devices."""
         stdout: Output = "keep" if start.device else self._first
-        if start.device and self._goes_on:
+        if start.device and self._continues:
             stdout = self._first or to_stdout
         self._processes.start(replace(start, stdout=stdout, stderr=None if stdout is None else subprocess.STDOUT))
 
@@ -229,10 +229,10 @@ class _Devices:
         return any(ending.status != 0 for ending in self._processes.endings)
 
     def watch(self, timeout_s: float) -> int:
-        """Wait until the command has ended everywhere, end it if the time is up, and show what failed."""
+        """Wait until the command has ended on all devices or the time is up; then end it, and show failed processes."""
 
         def over() -> bool:
-            return (self._failed() and not self._goes_on) or not self._processes.running
+            return (self._failed() and not self._continues) or not self._processes.running
 
         processes, interrupted, late = self._processes, None, []
         try:
@@ -247,7 +247,7 @@ class _Devices:
         failed = [ending for ending in endings if ending.status != 0 and not ending.stopped_by_us]
         for ending in failed:
             self._show(ending.device, ending.lines, f"ended with status {ending.exit_status}")
-        if failed and not (self._goes_on and any(ending.status == 0 for ending in endings)):
+        if failed and not (self._continues and any(ending.status == 0 for ending in endings)):
             return failed[0].exit_status
         if interrupted is not None:
             self._note(f"ended by {interrupted.signum.name}")
@@ -256,9 +256,9 @@ class _Devices:
             self._show(process.start.device, process.lines(), f"was still running after {timeout_s:g} s")
         return TIMED_OUT if late else 0
 
-    def _show(self, number: int, lines: Sequence[str], what: str) -> None:
+    def _show(self, number: int, lines: Sequence[str], cause: str) -> None:
         """Print the last lines of a process."""
         device = self._fleet.devices[number]
-        self._note(f"device {number} ({device.name} on host {device.host}) {what}")
+        self._note(f"device {number} ({device.name} on host {device.host}) {cause}")
         for line in lines[-_LINES:]:
             self._note(f"{device.host}: {line}")

@@ -1,1 +1,1 @@
-"""Describe the layout of a tensor on the devices, and the transfers that move it to another layout."""
+"""Describe tensor layouts (which device holds which part) and the transfers that move a tensor to another layout."""

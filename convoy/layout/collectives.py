@@ -1,7 +1,7 @@
-"""Schedule the transfers, in rounds, that move a tensor from one layout to another: redistribution and collectives.
+"""Plan the rounds of transfers that move a tensor from one layout to another: redistribution and collectives.
 
-A schedule is data: device programs are compiled from it, and the tests compare its bytes with those sent over the network.
-Backward needs no rules of its own: the adjoint of the move `src -> dst` is the move `dual(dst) -> dual(src)`.
+A schedule is data. Device programs are compiled from it, and tests compare its bytes with those sent over the network.
+Backward needs no extra rules: the gradient of a move `src -> dst` is moved `dual(dst) -> dual(src)`.
 """
 
 import itertools
@@ -30,17 +30,17 @@ from convoy.layout.layout import (
 from convoy.layout.shares import Shares, ranges
 
 Reduce = Literal["ring", "butterfly", "direct", "star"]
-"""How gradients are summed over devices."""
+"""Algorithms of an all-reduce."""
 SUMS: tuple[str, ...] = get_args(Reduce)
 
 ONE_ROUND_ENTRIES = 16384
-"""Limit below which `direct` sends every summand to every reader in one round: the entries that one device sends or receives.
-64 KiB of float32 take half a millisecond at 1 Gbit/s; a second round would cost its latency."""
+"""Limit of entries that one device sends or receives, up to which `direct` sends every summand to every reader in one round.
+64 KiB of float32 take half a millisecond at 1 Gbit/s, less than the latency of a second round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A box sent from one device to another (kept if sender == receiver), and written or added at the receiver."""
+    """A box that one device sends to another, which writes it or, if `adds`, adds it. If both are the same, nothing is sent."""
 
     sender: int
     receiver: int
@@ -56,11 +56,11 @@ class Schedule:
     """Consecutive rounds of transfers; the transfers of one round are independent.
 
     Attributes:
-        rounds: the transfers. Boxes are in the coordinates of `shape`. The rounds of a sum depend on each other.
-        shape: the tensor's shape, or its flat length if `in_place`.
-        in_place: True for collectives, whose rounds work on one flat buffer per device; False for a direct move, one round
-            from a source shard to a target shard.
-        window: for a sum, the number of rounds in flight. Each waits for the round `window` places before it.
+        rounds: the transfers of each round, with boxes in the coordinates of `shape`. The rounds of a sum depend on each other.
+        shape: the tensor's shape; if `in_place`, its flat length.
+        in_place: True for collectives, which work on one flat buffer per device; False for a direct move, in one round
+            from source shards to target shards.
+        window: number of rounds of a sum that overlap: round i waits for round i - `window`.
     """
 
     rounds: tuple[Round, ...]
@@ -69,11 +69,11 @@ class Schedule:
     window: int = 1
 
     def __hash__(self) -> int:
-        # It is a cache key of device programs: hashing every transfer would be slow.
+        # Schedules are cache keys of device programs, and hashing every transfer would be slow.
         return hash((self.shape, len(self.rounds), self.in_place))
 
     def involving(self, device: int) -> tuple[Round, ...]:
-        """Return the transfers of each round that a device sends, receives or keeps."""
+        """For each round, return the transfers that a device sends, receives or keeps."""
         return self._by_device.get(device) or ((),) * len(self.rounds)
 
     @cached_property
@@ -90,9 +90,9 @@ class Schedule:
 def schedule(src: Layout, dst: Layout, shape: Shape, reduce: Reduce = "ring") -> Schedule:
     """Return the rounds that move a tensor of `shape` from layout `src` to layout `dst`.
 
-    `reduce` chooses the all-reduce that turns a pending sum into copies: `ring`, `butterfly` (recursive halving and doubling,
-    any number of devices), `direct` (each device sums a chunk, or all of a small tensor), `star` (through the first device).
-    Every other move is direct: each shard is sent to its readers.
+    `reduce` chooses the algorithm of an all-reduce: `ring`, `butterfly` (recursive halving and doubling, any number of
+    devices), `direct` (each device sums a chunk, or all of a small tensor), `star` (through the first device). All other
+    moves are direct: each shard is sent to its readers.
     """
     if src == dst:
         return Schedule((), shape, in_place=False)
@@ -103,7 +103,7 @@ def schedule(src: Layout, dst: Layout, shape: Shape, reduce: Reduce = "ring") ->
 
 
 def is_collective(src: Partial, dst: Replicated, n: int, reduce: Reduce) -> bool:
-    """Return whether a sum of `n` entries uses dependent rounds; else every summand is sent to every reader."""
+    """Return whether a sum of `n` entries runs in several dependent rounds; else every summand is sent to every reader."""
     senders, readers = set(src.devices), set(dst.devices)
     peers = max(len(readers) - (senders <= readers), len(senders) - (readers <= senders))
     return len(src.devices) > 1 and (reduce != "direct" or n * peers > ONE_ROUND_ENTRIES)
@@ -111,9 +111,9 @@ def is_collective(src: Partial, dst: Replicated, n: int, reduce: Reduce) -> bool
 
 @lru_cache(maxsize=1024)
 def sum_in_segments(devices: tuple[int, ...], n: int, reduce: Reduce, segments: int) -> Schedule:
-    """Split a sum of `n` entries into segments with interleaved rounds: one segment is added while another is sent.
+    """Split a sum of `n` entries into segments with interleaved rounds, to add one segment while another is sent.
 
-    The number of bytes stays the same; there are more and smaller messages.
+    It sends the same bytes in more, smaller messages.
     """
     parts = []
     for start, stop in chunks(n, segments):
@@ -126,7 +126,7 @@ def sum_in_segments(devices: tuple[int, ...], n: int, reduce: Reduce, segments: 
 
 @lru_cache(maxsize=1024)
 def in_chunks(plan: Schedule, count: int) -> Schedule:
-    """Split a direct move whose boxes all span the first axis into `count` independent rounds by rows.
+    """Split a direct move into `count` independent rounds by rows. Its boxes must span the first axis.
 
     Raises:
         PlanError: a sum, or a move that splits the first axis over devices.
@@ -135,15 +135,15 @@ def in_chunks(plan: Schedule, count: int) -> Schedule:
     rows = plan.shape[0]
     if plan.in_place or any(t.box[0] != (0, rows) for t in transfers):
         raise PlanError(
-            f"a move of {plan.shape} cannot be split into {count} rounds: only a direct move between layouts that do not "
-            "split the first axis can; give it 1"
+            f"a move of {plan.shape} cannot be split into {count} rounds: it must be a direct move between layouts that do "
+            "not split the first axis; use 1 round"
         )
     cuts = [chunk for chunk in chunks(rows, count) if chunk[0] < chunk[1]]
     return replace(plan, rounds=tuple(tuple(replace(t, box=(cut, *t.box[1:])) for t in transfers) for cut in cuts))
 
 
 def traffic(plan: Schedule, itemsize: int) -> Counter[tuple[int, int]]:
-    """Return the bytes sent by each (sender, receiver) pair of different devices."""
+    """Return the bytes sent, by (sender, receiver)."""
     sent: Counter[tuple[int, int]] = Counter()
     for transfers in plan.rounds:
         for t in transfers:
@@ -154,7 +154,7 @@ def traffic(plan: Schedule, itemsize: int) -> Counter[tuple[int, int]]:
 
 @lru_cache(maxsize=1024)
 def sum_into_shares(devices: tuple[int, ...], shares: Shares) -> Schedule:
-    """Reduce-scatter in one round: device d gets the sum of its `shares[d]` entries from all of `devices`."""
+    """Reduce-scatter in one round: all of `devices` send their summands; device d gets the sum of its `shares[d]` entries."""
     kept = list(enumerate(ranges(shares)))
     moved = _round(((i, owner, span) for owner, span in kept for i in devices if i != owner), adds=True)
     return Schedule((moved,), (sum(shares),), in_place=True)
@@ -169,7 +169,7 @@ def gather_shares(shares: Shares, devices: tuple[int, ...]) -> Schedule:
 
 
 def _keeper(device: int, devices: tuple[int, ...]) -> int:
-    """Return the member of `devices` that sends to `device`: itself if possible, else one that balances the load."""
+    """Return which of `devices` sends to `device`: itself if possible, else one chosen to balance the load."""
     return device if device in devices else devices[device % len(devices)]
 
 
@@ -197,7 +197,7 @@ def _direct(src: Layout, dst: Layout, shape: Shape) -> Iterable[Transfer]:
 
 
 def _onto_sum(src: Layout, dst: Partial, shape: Shape) -> Iterable[Transfer]:
-    """Send every entry to exactly one summand; summands start from zero."""
+    """Add every entry to exactly one device's summand. Summands start as zeros."""
     match src:
         case Replicated(devices):
             common = [d for d in devices if d in dst.devices]
@@ -224,7 +224,7 @@ def _round(transfers: Iterable[tuple[int, int, tuple[int, int]]], *, adds: bool)
 
 
 def _ring(devices: tuple[int, ...], n: int) -> list[Round]:
-    """Ring: p-1 rounds that add and p-1 that copy; 2(p-1) alpha + 2 n (p-1)/p beta."""
+    """Ring: p-1 rounds that add and p-1 that copy. Cost: 2(p-1) latencies, and 2 n (p-1)/p entries sent per device."""
     p, chunk = len(devices), chunks(n, len(devices))
     rounds = []
     for adds, shift in ((True, 0), (False, 1)):
@@ -235,15 +235,15 @@ def _ring(devices: tuple[int, ...], n: int) -> list[Round]:
 
 
 def _butterfly(devices: tuple[int, ...], n: int) -> list[Round]:
-    """Recursive halving, then doubling (Rabenseifner); 2 lg p alpha + 2 n (p-1)/p beta for p a power of two.
+    """Recursive halving, then doubling (Rabenseifner). Cost for p a power of two: 2 log2(p) latencies, 2 n (p-1)/p entries.
 
-    Otherwise the devices beyond the largest power of two first send their summand to a neighbour and receive the sum from it
-    at the end: two more rounds and 2 n beta.
+    Otherwise the devices beyond the largest power of two first send their summand to a neighbour, and at the end receive the
+    sum from it: two more rounds and 2 n more entries.
     """
     p = len(devices)
     core = 1 << (p.bit_length() - 1)
     extra = p - core
-    # Each odd one of the first 2*extra devices sends its summand to the even one before it.
+    # Of the first 2*extra devices, each odd one sends its summand to the even one before it.
     inner = [devices[2 * i] for i in range(extra)] + list(devices[2 * extra :])
     folded = [(devices[2 * i + 1], devices[2 * i], (0, n)) for i in range(extra)]
     rounds = [_round(folded, adds=True)] if extra else []
@@ -269,7 +269,7 @@ def _butterfly(devices: tuple[int, ...], n: int) -> list[Round]:
 
 
 def _direct_sum(devices: tuple[int, ...], n: int) -> list[Round]:
-    """Each device sums a chunk and sends it to all; 2 alpha + 2 n (p-1)/p beta. A ring takes 2(p-1) rounds for these bytes."""
+    """Each device sums one chunk and sends it to all: the bytes of a ring in 2 rounds instead of 2(p-1)."""
     parts = list(zip(devices, chunks(n, len(devices)), strict=True))
     pairs = [(i, owner, span) for owner, span in parts for i in devices if i != owner]
     return [_round(pairs, adds=True), _round(((owner, i, span) for i, owner, span in pairs), adds=False)]
@@ -291,7 +291,7 @@ _SUMS: dict[str, Callable[[tuple[int, ...], int], list[Round]]] = {
 
 
 def _deliver(have: tuple[int, ...], want: tuple[int, ...], n: int) -> list[Round]:
-    """Send the finished sum to the devices without a summand, one chunk from each device with one."""
+    """Send the finished sum to the devices that had no summand. Each device that had one sends a chunk."""
     missing = [d for d in want if d not in have]
     if not missing:
         return []

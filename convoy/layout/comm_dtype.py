@@ -1,9 +1,9 @@
 """Define the dtype of messages. Options and plan files call it `wire`.
 
 `exact` sends tensors unchanged. `inexact-bf16` sends float32 and float64 as bfloat16: the range of float32 with 8 bits of
-precision, a relative error of at most 2^-8. Replicas stay bitwise equal, because a device that sends copies keeps the rounded
-numbers too. Summands are rounded for sending and added in their own dtype; if one round computes a replicated sum, each device
-also rounds its own summand. Weights, buffers, batch norm statistics and other dtypes are always sent unchanged.
+precision, a relative error of at most 2^-8. Replicas stay bitwise equal, because the sender of a copy also keeps the rounded
+numbers. Summands are rounded for sending and added in their own dtype. If every device computes a sum in one round, each also
+rounds its own summand. Weights, buffers, batch norm statistics and other dtypes are always sent unchanged.
 """
 
 from typing import Literal, cast, get_args
@@ -19,11 +19,11 @@ _SHORT = {"bf16": "inexact-bf16"}
 _WIDE = ("float32", "float64")
 
 NARROW_DTYPE, NARROW_BYTES = "bfloat16", 2
-"""The meaning of `narrow` in device programs: the only rounding format."""
+"""Dtype of buffers marked `narrow` in device programs, and its bytes per entry."""
 
 
 def parse_comm_dtype(name: str) -> CommDtype:
-    """Return a comm dtype by its name, or by the short name "bf16". InputError for an unknown name lists the choices."""
+    """Return the comm dtype of this name or short name ("bf16"). InputError: unknown name."""
     full = _SHORT.get(name, name)
     if full not in COMM_DTYPES:
         raise unknown_name("wire format", name, COMM_DTYPES)
@@ -31,7 +31,7 @@ def parse_comm_dtype(name: str) -> CommDtype:
 
 
 def comm_dtype_of(dtype: str, wire: CommDtype) -> CommDtype:
-    """Return the format in which a tensor of a dtype (torch's name: "float32") is sent with option `wire`."""
+    """Return the format of messages for tensors of `dtype` (torch's name, "float32") under option `wire`."""
     return wire if dtype in _WIDE else "exact"
 
 
@@ -51,6 +51,6 @@ def narrow_dtype(dtype: str) -> str:
 
 
 def rounds_own_copy(wire: CommDtype, schedule: Schedule, dst: Layout) -> bool:
-    """Return whether a move also rounds the sender's own copy, so that it equals the rounded replicas."""
+    """Return whether senders of a move also round their own copy, so that all replicas are equal."""
     sends = any(t.sender != t.receiver for transfers in schedule.rounds for t in transfers)
     return wire != "exact" and isinstance(dst, Replicated) and sends

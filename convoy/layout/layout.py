@@ -1,7 +1,7 @@
 """Define layouts: the part of a tensor that each device holds.
 
 A *box* is a tuple of half-open ranges, one per axis, in the coordinates of the whole tensor. In every layout each device holds
-at most one box. The terms are DTensor's, with unequal shares; the implementation is not (see docs/decisions).
+at most one box. The terms are those of torch's DTensor, but shares may be unequal and the code is independent of it.
 """
 
 import math
@@ -94,7 +94,7 @@ def local_shape(layout: Layout, device: int, shape: Shape) -> Shape:
 
 
 def holders(layout: Layout) -> tuple[int, ...]:
-    """Return the devices that hold something."""
+    """Return the devices that hold any entries."""
     match layout:
         case Split(_, shares):
             return share_rules.holders(shares)
@@ -105,12 +105,12 @@ def holders(layout: Layout) -> tuple[int, ...]:
 
 
 def single(layout: Layout) -> bool:
-    """Return whether no two devices have the same part of a tensor."""
+    """Return whether no two devices hold the same entries."""
     return isinstance(layout, Split) or len(holders(layout)) == 1
 
 
 def holds(layout: Layout, device: int) -> bool:
-    """Return whether a device holds something."""
+    """Return whether a device holds any entries."""
     # Planning calls this a million times, and `match` takes twice as long.
     if isinstance(layout, Split):
         return layout.shares[device] > 0
@@ -129,8 +129,8 @@ def held_entries(layout: Layout, device: int, shape: Shape) -> int:
 def dual(layout: Layout) -> Layout:
     """Return the layout of the gradient of a tensor in `layout`.
 
-    Each copy of a value collects a summand of its gradient, so the gradient of copies is a pending sum. The gradient of a
-    pending sum is the same for every summand, so it is replicated. Shards and single owners keep their layout.
+    Each copy of a tensor gets one summand of its gradient, so the gradient of copies is a pending sum. All summands of a
+    pending sum have the same gradient, so it is replicated. Gradients of shards, or on one device, keep the layout.
     """
     match layout:
         case Replicated(devices):

@@ -1,7 +1,7 @@
 """Divide the extent of an axis into integer shares, one per device, in proportion to their speeds.
 
-Shares follow Marques' rule K_i = K * s_i / sum(s), rounded by the largest remainder (Hamilton's method). Limits: a minimum
-and a maximum per device, and a quantum that every share is a multiple of.
+Shares follow Marques' rule K_i = K * s_i / sum(s), rounded by the largest remainder (Hamilton's method). Each device may have
+a minimum and a maximum, and every share is a multiple of a quantum.
 """
 
 import math
@@ -26,33 +26,33 @@ def apportion(
 
     Args:
         total: extent of the axis.
-        weights: one per device, e.g. its speed; a device with weight zero gets nothing unless `at_least` requires it or the
-            others are at their maximum.
+        weights: one per device, e.g. its speed. Weight zero means no share, unless `at_least` requires one or the other
+            devices are at their maximum.
         quantum: every share is a multiple of this, e.g. the filters of one convolution group.
         at_least, at_most: limits per device, in entries of the axis.
 
     Returns:
-        shares in the order of the devices, summing to `total`; equal remainders go to the lower index.
+        shares in device order that sum to `total`. Of equal remainders, the lower index is rounded up first.
 
     Raises:
-        PlanError: weights that are negative, not finite or all zero; limits that no shares can meet.
+        PlanError: weights are negative, not finite or all zero, or no shares meet the limits.
     """
     count = len(weights)
     if count == 0 or any(not math.isfinite(w) or w < 0 for w in weights) or (total > 0 and not any(weights)):
         raise PlanError(
-            f"cannot share {total} by the weights {tuple(weights)}: "
+            f"cannot split {total} by the weights {tuple(weights)}: "
             "weights must be finite, not negative and not all zero; give at least one positive speed"
         )
     if total < 0 or total % quantum:
         raise PlanError(
-            f"cannot share {total} in portions of {quantum}: the extent must be a multiple; change the layer"
+            f"cannot split {total} into multiples of {quantum}: the extent must be a multiple, not negative; change the layer"
         )
     units = total // quantum
     low = [-(-v // quantum) for v in at_least] if at_least is not None else [0] * count
     high = [v // quantum for v in at_most] if at_most is not None else [units] * count
     if sum(low) > units or sum(high) < units or any(lo > hi for lo, hi in zip(low, high, strict=True)):
         raise PlanError(
-            f"no shares of {total} lie between at least {tuple(low)} and at most {tuple(high)} portions of {quantum}: "
+            f"no shares of {total} are between at least {tuple(low)} and at most {tuple(high)} times {quantum}: "
             "loosen the limits or add a device"
         )
     whole = _in_proportion(units, weights, low, high)
@@ -62,9 +62,9 @@ def apportion(
 
 
 def _in_proportion(units: int, weights: Sequence[float], low: Sequence[int], high: Sequence[int]) -> list[int] | None:
-    """Return the largest-remainder shares, or None if a limit applies.
+    """Return the largest-remainder shares; None if they break a limit.
 
-    Floats are integer multiples of one power of two, so this is as exact as fractions and a hundred times faster.
+    All floats are integer multiples of some power of two. So integers are as exact here as fractions, and 100 times faster.
     """
     pairs = [float(w).as_integer_ratio() for w in weights]
     finest = max(denominator for _, denominator in pairs)
@@ -87,7 +87,7 @@ def _in_proportion(units: int, weights: Sequence[float], low: Sequence[int], hig
 
 
 def _water_fill(units: int, weights: Sequence[float], low: Sequence[int], high: Sequence[int]) -> list[Fraction]:
-    """Return shares before rounding: clamp(level * w, low, high), with the level at which they sum to `units`.
+    """Return shares before rounding: clamp(level * weight, low, high), for the level at which they sum to `units`.
 
     Fractions are exact for any range of speeds, so every device computes the same shares.
     """
@@ -105,12 +105,12 @@ def _water_fill(units: int, weights: Sequence[float], low: Sequence[int], high: 
     def filled(level: Fraction) -> Fraction:
         return sum(clamped(level), Fraction(0))
 
-    # The sum grows with the level, linearly between the levels at which a device meets one of its limits.
+    # The sum grows with the level. It is linear between levels at which a device reaches one of its limits.
     meets = (Fraction(limit) / rate for rate, *pair in zip(rates, low, high, strict=True) if rate for limit in pair)
     levels = sorted({Fraction(0), *meets})
     i = bisect_left(levels, Fraction(units), key=filled)
     if i == 0 or i == len(levels):
-        # All devices are at their lower limit, or at their upper limit; then devices of weight zero get the rest.
+        # All devices are at their lower limits, or at their upper ones. Then devices of weight zero get the rest.
         return clamped(levels[min(i, len(levels) - 1)])
     below, above = levels[i - 1 : i + 1]
     return clamped(below + (above - below) * (units - filled(below)) / (filled(above) - filled(below)))
@@ -120,7 +120,7 @@ def _largest_remainder(units: int, exact: Sequence[Fraction], high: Sequence[int
     whole = [math.floor(e) for e in exact]
     missing = units - sum(whole)
     order = sorted(range(len(exact)), key=lambda i: (whole[i] - exact[i], i))
-    # Several rounds are needed only if the devices with a weight are full: the others then share the rest.
+    # Only if all devices with a weight are at their maximum are several rounds needed, for the other devices.
     while missing > 0:
         for i in order:
             if missing and whole[i] < high[i]:
@@ -130,12 +130,12 @@ def _largest_remainder(units: int, exact: Sequence[Fraction], high: Sequence[int
 
 
 def even(total: int, devices: int, *, quantum: int = 1) -> Shares:
-    """Return shares that are as equal as possible."""
+    """Return shares that are as equal as possible, in multiples of `quantum`."""
     return apportion(total, [1.0] * devices, quantum=quantum)
 
 
 def rescale(shares: Shares, total: int) -> Shares:
-    """Return the same proportions for another extent, such as the smaller last batch of an epoch."""
+    """Return shares in the same proportions for another extent, such as the smaller last batch of an epoch."""
     return shares if sum(shares) == total else apportion(total, shares)
 
 
@@ -154,16 +154,12 @@ def holders(shares: Shares) -> tuple[int, ...]:
 
 
 def check(shares: Shares, total: int, devices: int, what: str) -> None:
-    """Check that shares fit an axis.
-
-    Raises:
-        PlanError: wrong number of devices, a negative share, or a sum that is not the extent.
-    """
+    """Raise PlanError if there is not one share per device, a share is negative, or they do not sum to `total`."""
     if len(shares) != devices:
         raise PlanError(
             f"{what}: shares {shares} name {len(shares)} devices, the fleet has {devices}: give one share per device"
         )
     if any(share < 0 for share in shares):
-        raise PlanError(f"{what}: shares {shares} hold a negative count: a share is zero (idle) or more")
+        raise PlanError(f"{what}: shares {shares} include a negative one: a share is zero (idle) or more")
     if sum(shares) != total:
         raise PlanError(f"{what}: shares {shares} sum to {sum(shares)}, the axis has {total}: make them sum to {total}")

@@ -1,6 +1,6 @@
-"""Accesses the devices of this machine through torch's accelerator interface: CUDA, ROCm, XPU, MPS or any other kind.
+"""Access the devices of this machine through torch's accelerator interface: CUDA, ROCm, XPU, MPS or any other kind.
 
-All other code uses this file. It distinguishes the CPU from accelerators, but not one kind of accelerator from another.
+All other code uses this file. It treats the CPU differently from accelerators, but all kinds of accelerators alike.
 """
 
 import os
@@ -32,7 +32,7 @@ def local_devices() -> tuple[str, ...]:
 
 
 def pick_device(name: str | torch.device | None, local: int) -> torch.device:
-    """Return the device to compute on. By default, process `local` of its machine takes the accelerator of that number."""
+    """Return the device to compute on. By default, the process with local rank `local` takes the accelerator of that number."""
     chosen = name or os.environ.get("CONVOY_DEVICE")
     if chosen is None:
         devices = local_devices()
@@ -47,7 +47,7 @@ def pick_device(name: str | torch.device | None, local: int) -> torch.device:
 
 
 def check_device(name: str) -> torch.device:
-    """Return the device of that name without using it: the first use of an accelerator costs seconds and memory."""
+    """Return the device of a name without using it: the first use of an accelerator costs seconds and memory."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -57,7 +57,7 @@ def check_device(name: str) -> torch.device:
     if device.type != accelerator():
         raise _no_device(name, f"torch finds no {shortened(device.type)} here")
     if (device.index or 0) >= torch.accelerator.device_count():
-        raise _no_device(name, "there is none of that number")
+        raise _no_device(name, "no device has this number")
     return torch.device(device.type, device.index or 0)
 
 
@@ -74,7 +74,7 @@ def enter(device: torch.device) -> None:
 
 
 def to_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a module in place. Tied tensors stay tied; on some accelerators `nn.Module.to` makes a tensor for each name."""
+    """Move a module in place. Keep tied tensors tied: on some accelerators `nn.Module.to` creates one for each name."""
     names: dict[int, list[str]] = {}
     for tensors in (model.named_parameters, model.named_buffers):
         for name, tensor in tensors(remove_duplicate=False):
@@ -94,7 +94,7 @@ MODES = (
     "backends.cudnn.conv.fp32_precision", "backends.cudnn.rnn.fp32_precision", "backends.cudnn.benchmark",
     "backends.cudnn.deterministic", "backends.mkldnn.matmul.fp32_precision", "backends.mkldnn.conv.fp32_precision",
 )  # fmt: skip
-"""Attributes and functions of torch with the settings that change results."""
+"""Attributes and functions of torch that return settings which change results."""
 
 
 def modes() -> dict[str, str]:
@@ -110,7 +110,7 @@ def modes() -> dict[str, str]:
 
 
 def set_modes(tf32: bool | None, deterministic: bool) -> None:
-    """Set how torch computes in this process: with TF32 (None: unchanged), and only with deterministic algorithms."""
+    """Set torch's modes in this process: TF32 on or off (None: unchanged), and only deterministic algorithms."""
     if tf32 is not None:
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         cudnn: Any = torch.backends.cudnn
@@ -147,7 +147,7 @@ def hardware_name(device: torch.device) -> str:
 
 
 def uuid_of(device: torch.device) -> str | None:
-    """Return the driver's id of an accelerator, such as "GPU-6c5c..."; None on a CPU or if torch does not know it."""
+    """Return the driver's id of an accelerator, such as "GPU-6c5c..."; None for a CPU or if torch does not know it."""
     if device.type != "cpu":
         with suppress(AttributeError, RuntimeError, NotImplementedError):
             found = str(torch.get_device_module(device).get_device_properties(device).uuid)
@@ -156,7 +156,7 @@ def uuid_of(device: torch.device) -> str | None:
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:
-    """Return the free and the total bytes of a device's memory, within the limits of `limit_memory` and control groups."""
+    """Return a device's free and total memory in bytes, within the limits of `limit_memory` and control groups."""
     free_bytes, total_bytes = _memory_of(device)
     limit = _limits_bytes.get(str(device), total_bytes)
     return min(free_bytes, limit), min(total_bytes, limit)
@@ -174,7 +174,7 @@ def _memory_of(device: torch.device) -> tuple[int, int]:
 
 
 def process_bytes(device: torch.device) -> int:
-    """Return this process's anonymous resident memory; 0 for an accelerator, and on systems other than Linux."""
+    """Return the bytes of this process's anonymous resident memory; 0 for an accelerator and outside Linux."""
     if device.type == "cpu":
         with suppress(OSError, ValueError, IndexError):
             rows = Path("/proc/self/status").read_text().splitlines()
@@ -186,7 +186,7 @@ ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def control_group_memory(root: Path = ROOT, own: Path = OWN) -> tuple[int, int] | None:
-    """Return the free and the total bytes of this process's tightest control group; None if no group has a limit."""
+    """Return free and total memory of this process's tightest control group, in bytes; None if no group has a limit."""
     names = {
         1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         2: ("memory.max", "memory.current", "inactive_file"),
@@ -195,7 +195,7 @@ def control_group_memory(root: Path = ROOT, own: Path = OWN) -> tuple[int, int] 
     with suppress(OSError, ValueError):
         for folder, version in control_groups("memory", root, own):
             limit_name, used_name, files_name = names[version]
-            # ValueError: "max", no limit. OSError: a folder of the host that a container does not see.
+            # ValueError: the limit is "max" (none). OSError: the host's folder is invisible in a container.
             with suppress(OSError, ValueError):
                 limit, used = (int((folder / name).read_text()) for name in (limit_name, used_name))
                 stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -218,7 +218,7 @@ _limits_bytes: dict[str, int] = {}
 
 
 def limit_memory(device: torch.device, most_bytes: float | None) -> None:
-    """Limit the memory of a device that this process may use, for plans and, on CUDA, for torch. None: no limit."""
+    """Limit the bytes of a device that plans use in this process, and on CUDA also torch. None: no limit."""
     if most_bytes is not None and most_bytes < 1:
         raise InputError(f"a memory of {most_bytes:g} bytes for {device}: give one above zero, e.g. 6 GB")
     _limits_bytes.pop(str(device), None)
@@ -235,7 +235,7 @@ def limit_memory(device: torch.device, most_bytes: float | None) -> None:
 
 
 def allocated_bytes(device: torch.device) -> int | None:
-    """Return the bytes of an accelerator's memory that tensors use; None on a CPU or if torch does not know."""
+    """Return the bytes that tensors use on an accelerator; None for a CPU or if torch does not know."""
     if device.type != "cpu":
         with suppress(NotImplementedError, RuntimeError):
             return int(torch.accelerator.memory_allocated(device))

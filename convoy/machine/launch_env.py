@@ -1,4 +1,4 @@
-"""Converts the environment variables of launchers to torchrun's. Pure.
+"""Convert the environment variables of launchers to torchrun's. These functions change no environment.
 
 ::
 
@@ -37,7 +37,7 @@ _FIRST_PORT, _PORTS = 15_000, 15_000
 
 
 class _Names(NamedTuple):
-    """The variables of one kind of mpirun, and its option to set a variable."""
+    """The variables of one kind of mpirun, and (`passing`) its option that sets a variable."""
 
     launcher: str
     rank: str
@@ -58,14 +58,14 @@ _HYDRA = _Names(
 
 
 def is_one_of_job(environment: Mapping[str, str]) -> bool:
-    """Return whether torchrun's variables (see `as_torchrun`) describe a job."""
+    """Return whether this process is one of a job, by torchrun's variables (see `as_torchrun`)."""
     return any(environment.get(name) for name in ("RANK", "WORLD_SIZE", f"{_OWN}RANK"))
 
 
 def hidden(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a script: launchers' variables are replaced by the same under Convoy's names.
+    """Return the environment for a script: launchers' variables get Convoy's prefix, so that the script does not see them.
 
-    A script that finds RANK or SLURM_PROCID would split the samples and wrap the model itself.
+    A script that finds RANK or SLURM_PROCID may split the samples and wrap the model itself.
     """
     known = as_torchrun(environment)
     kept = {name: value for name, value in environment.items() if not _OF_LAUNCHERS.fullmatch(name)}
@@ -75,7 +75,7 @@ def hidden(environment: Mapping[str, str]) -> dict[str, str]:
 def as_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment, with the rank from srun or mpirun added as torchrun's variables.
 
-    It is unchanged without a launcher, for a job of one process, and outside a Slurm step (batch script, allocation).
+    Without a launcher, for a job of one process, and outside a Slurm step (batch script, allocation) nothing is added.
     """
     rank: dict[str, str] = {}
     if not (environment.get("RANK") or environment.get("WORLD_SIZE")):
@@ -169,7 +169,7 @@ def first_host(nodelist: str) -> str:
 
 
 def tasks_on(text: str, node: int) -> int:
-    """Return the number of tasks of a node from Slurm's list: `2(x3),1` is 2, 2, 2 and 1."""
+    """Return the number of tasks on a node from Slurm's list: `2(x3),1` means 2, 2, 2 and 1."""
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d{1,7})(?:\(x(\d{1,7})\))?", part)

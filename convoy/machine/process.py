@@ -1,8 +1,7 @@
-"""Handles this process's waits with a limit, the end of its launcher, and signals to leave or end.
+"""Wait with a time limit, end with the launcher, and handle signals that make a device leave or end.
 
-SIGTERM makes a device leave after the step, SIGUSR1 ends the training on all devices. A machine that shuts down sends SIGTERM
-to every process, to a device and to its launcher. So the launcher forwards its SIGTERM as SIGUSR2, which does not count as
-a second SIGTERM.
+SIGTERM makes a device leave after the step. SIGUSR1 ends the training on all devices. A machine that shuts down sends SIGTERM
+to a device and to its launcher. So the launcher forwards its own as SIGUSR2, which does not count as a second SIGTERM.
 """
 
 import os
@@ -21,7 +20,7 @@ LEAVE, END, LEAVE_TOO = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:
-    """Run ``work`` on a daemon thread and return its result. A signal or the limit (TimeoutError) can end the wait."""
+    """Run ``work`` on a daemon thread and return its result. TimeoutError after ``limit_s``. Signals interrupt the wait."""
     outcome: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -43,9 +42,9 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
 def watch_parent() -> None:
     """End this process when its launcher ends or is killed.
 
-    Only the launcher holds the write end of a pipe; CONVOY_PARENT_PIPE has the number of the read end. Without it, do nothing.
+    Only the launcher holds the write end of a pipe. CONVOY_PARENT_PIPE is the number of the read end; if unset, do nothing.
     """
-    # Removed from the environment: in a child process the number would be another file.
+    # Remove the variable: in a child process the number would mean another file.
     number = os.environ.pop("CONVOY_PARENT_PIPE", "")
     pipe = int(number) if number.isdecimal() else -1
     try:
@@ -70,8 +69,8 @@ def watch_parent() -> None:
 def handle_signals(members: Any) -> Iterator[None]:
     """Inside the context, forward the signals to `members`, a `convoy.elastic.members.Members`.
 
-    The second SIGTERM or SIGUSR1 ends the process. So does the first one before training, while `members.generation` is None.
-    Signals that the process ignores or handles itself are unchanged.
+    A second SIGTERM or SIGUSR1 ends the process. So does the first one before training, while `members.generation` is None.
+    Signals that the process already ignores or handles keep their handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

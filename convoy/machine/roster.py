@@ -1,7 +1,7 @@
-"""Lists the processes of this user's jobs on this machine, one file per process, for `convoy leave` and `stop`.
+"""List the processes of this user's jobs on this machine, one file per process, for `convoy leave` and `stop`.
 
-The operating system protects it: only the user can read the folder, and only the same user may send signals to a
-process. The row of a killed process stays until the next read.
+The operating system protects the list: only the user can read its folder, and only the same user may send signals to a
+process. The row of a killed process is removed at the next read.
 """
 
 import atexit
@@ -19,7 +19,7 @@ import psutil  # type: ignore[import-untyped]
 from convoy.errors import InputError
 
 SHARED = Path("/tmp")
-"""No user can remove or rename another user's folder here."""
+"""Folder in which no user can remove or rename another user's folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,12 @@ class JobProcess:
 
     job: str  # HOST:PORT of the first rendezvous; for a job of one device, its process
     pid: int
-    began: float  # its start time, because the system reuses pids
+    began: float  # the process's start time, because the system reuses pids
     network: int  # the network namespace, which distinguishes emulated hosts
     device: int  # its id in the job
     kind: str  # the torch device
     members: tuple[int, ...] = ()  # ids of all training devices; empty until it accepts requests between steps
-    run: str = ""  # the run's folder; empty if not logged, or not known yet
+    run: str = ""  # the run's folder; empty if the run is not logged, or its folder not known yet
 
     def is_named(self, name: str) -> bool:
         return name in (self.job, self.run, Path(self.run).name) or (
@@ -42,7 +42,7 @@ class JobProcess:
 
 
 def enter(job: str, device: int, kind: str) -> None:
-    """Write this process's row, which is removed when the process ends."""
+    """Write this process's row, and remove it when the process ends."""
     global _mine
     pid = os.getpid()
     with suppress(OSError, InputError, psutil.Error):
@@ -68,7 +68,7 @@ def job() -> str:
 
 
 def rows() -> list[JobProcess]:
-    """Return the rows of this user's running processes on this machine, by job and device."""
+    """Return the rows of this user's running processes on this machine, sorted by job and device."""
     found = []
     for path in _folder().glob("*.json"):
         row, runs = _read(path), False
@@ -113,7 +113,7 @@ def _read(path: Path) -> JobProcess | None:
 
 
 def _began(pid: int) -> float:
-    """Return a process's start time. On Linux, in ticks since boot, which clock changes do not affect."""
+    """Return a process's start time; on Linux in ticks since boot, because changes of the clock do not affect them."""
     stat_file = Path(f"/proc/{pid}/stat")
     if stat_file.exists():
         return float(stat_file.read_text().rpartition(")")[2].split()[19])
@@ -121,7 +121,7 @@ def _began(pid: int) -> float:
 
 
 def _folder() -> Path:
-    """Return this user's folder, and create it if needed. It is in /tmp because several machines may share a home."""
+    """Return this user's folder; create it if needed. It is in /tmp, because machines may share a home directory."""
     path = SHARED / f"convoy-{os.geteuid()}"
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -129,7 +129,7 @@ def _folder() -> Path:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise InputError(
             f"{path} has mode {stat.S_IMODE(status.st_mode):04o} and owner {status.st_uid}: the list of a user's devices "
-            "must be in a folder that only this user can access; have it removed"
+            "must be in a folder that only this user can access; have this one removed"
         )
     return path
 

@@ -1,8 +1,8 @@
-"""Estimates the seconds of layers, moves, gradient sums and memory by formula, without simulating a step.
+"""Estimates the seconds of layers, moves and gradient sums by formula, without simulating a step.
 
-Layers with the same roofline and devices with the same times are priced once. Results are cached for all searches of
-one request. `convoy.layout` lists every transfer of a move; a planner that compares thousands of moves over hundreds of devices
-needs only their sums, which `loads` returns in closed form (a test compares both).
+Equal layers and equal devices are computed once, and results are cached for all searches of one request. A move's traffic is
+computed in closed form by `loads`, because listing all transfers (`convoy.layout`) is too slow for thousands of moves over
+hundreds of devices. A test compares both.
 """
 
 import copy
@@ -30,7 +30,7 @@ from convoy.simulate.compute import Roofline
 from convoy.simulate.network import Network
 
 DIRECT_DEVICES = 16
-"""The search uses direct sums up to this number of devices. With more, each device sends too many messages."""
+"""The search uses direct gradient sums up to this number of devices. With more, each device sends too many messages."""
 
 Side = Literal["outputs", "inputs"]
 Vector = npt.NDArray[np.float64]
@@ -41,7 +41,7 @@ Vector = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """Entries that each device sends and receives in a move, and its number of consecutive rounds."""
+    """The entries that each device sends and receives in a move, and the move's number of consecutive rounds."""
 
     sent: Vector
     received: Vector
@@ -93,7 +93,7 @@ def loads(src: Layout, dst: Layout, shape: Shape, devices: int, reduce: Reduce =
 
 
 def _from_copies(src: Layout, dst: Layout, total: float, devices: int) -> Loads:
-    """Return the loads if each reader without a copy receives from one holder, as in the schedule."""
+    """Return the loads of a move in which each reader without a copy receives from one holder, as in the schedule."""
     assert isinstance(src, Replicated | OnOne)
     holders = (src.device,) if isinstance(src, OnOne) else src.devices
     wanted = _parts(dst, total, devices)
@@ -105,7 +105,7 @@ def _from_copies(src: Layout, dst: Layout, total: float, devices: int) -> Loads:
 
 
 def sum_loads(members: tuple[int, ...], readers: tuple[int, ...], total: float, devices: int, reduce: Reduce) -> Loads:
-    """Return the loads of an all-reduce of `total` entries of each member, with the result on each reader."""
+    """Return the loads of an all-reduce of `total` entries over the members, with the result on each reader."""
     p, member = len(members), _mask(members, devices)
     sent, rounds = _collective(members, total, devices, reduce)
     received = sent.copy()  # in these collectives each device receives as much as it sends
@@ -118,7 +118,7 @@ def sum_loads(members: tuple[int, ...], readers: tuple[int, ...], total: float, 
 
 
 def share_loads(users: tuple[int, ...], parts: tuple[int, ...], total: float, devices: int) -> Loads:
-    """Return the loads of a reduce-scatter of `total` entries of each user into shards. Gathering is its adjoint."""
+    """Return the loads of a reduce-scatter of `total` entries from the users to shards. The all-gather is its reverse."""
     used, kept = _mask(users, devices), _parts(Split(0, parts), total, devices)
     return Loads(used * (total - kept), kept * (len(users) - used), 1)
 
@@ -170,10 +170,10 @@ def _kept_entries(src: Split, dst: Split, total: float, devices: int) -> Vector:
 
 
 def move_s(load: Loads, network: Network, itemsize: int) -> float:
-    """Return the seconds of a move: the busiest NIC or processor, and the largest latency for each round.
+    """Return the seconds of a move: those of the busiest NIC or processor, plus the largest latency for each round.
 
     With several hosts all traffic counts as leaving its host, because loads do not contain pairs of devices. For uplinks,
-    each message of a segment goes to all other hosts with equal probability.
+    each message is assumed to go to any other host with equal probability.
 
     Args:
         itemsize: bytes of one number on the wire.
@@ -225,7 +225,7 @@ def content(plan: Plan) -> tuple[object, ...]:
 
 
 class CostModel:
-    """The analytic cost model of one request: seconds per micro-batch on average, without overlap."""
+    """The analytic cost model of one request: mean seconds per micro-batch, without overlap of messages and computation."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
@@ -248,7 +248,7 @@ class CostModel:
         self.lowered: dict[tuple[object, ...], StepList] = {}
 
     def with_reduce(self, reduce: Reduce) -> Self:
-        """Return the model with another collective. Both share the cached layer times."""
+        """Return the model with another `reduce`. Both share the cached layer times."""
         if reduce == self.reduce:
             return self
         other = copy.copy(self)
@@ -263,13 +263,13 @@ class CostModel:
         return self.lowered[key]
 
     def like(self, layer: Layer) -> Layer:
-        """Return the first layer with the same price."""
+        """Return the first layer with the same cost."""
         return self.firsts.get(layer.name, layer)
 
     # --- arithmetic --------------------------------------------------------------------------------------------------
 
     def layer_s(self, layer: Layer, device: int, size: LocalSize) -> float:
-        """Return forward + backward seconds of a part of a layer, including overheads."""
+        """Return forward + backward seconds of a layer at one size, including overheads."""
         if size.samples == 0 or size.outputs == 0 or size.inputs == 0:
             return 0.0
         phases = 2 if layer.name in self.trains else 1
@@ -278,14 +278,14 @@ class CostModel:
         seconds = self._arithmetic_s(layer, kind, size) + phases * overhead.layer_s / 2
         seconds = max(seconds, phases * overhead.queue_s)
         if layer.name in self.losses and self.request.outputs == "where-computed":
-            # Otherwise every device computes the loss of the global batch, whatever the plan.
+            # Otherwise every device computes the loss of the global batch in any plan.
             seconds += overhead.loss_s((size.samples * math.prod(layer.shape),), self.costs.itemsize)
         return seconds
 
     def _arithmetic_s(self, layer: Layer, device: int, size: LocalSize) -> float:
         layer, device = self.like(layer), self.alike[device]
         if layer.statistics and size.samples < self.batch:
-            # Other devices hold the rest of the batch.
+            # Other devices compute the rest of the batch.
             size = replace(size, shares_statistics=True)
         key = (layer.name, device, size)
         if key not in self.arithmetic:
@@ -296,7 +296,7 @@ class CostModel:
         return self.arithmetic[key]
 
     def samples_s(self, device: int, samples: int, shared: bool = False) -> float:
-        """Return the seconds of the whole model on some samples; `shared`: other devices have the rest of the batch."""
+        """Return the seconds of the whole model on some samples. `shared`: other devices compute the rest of the batch."""
         key = (self.alike[device], samples, shared)
         if key not in self.wholes:
             total = 0.0
@@ -323,17 +323,17 @@ class CostModel:
         return self.curves[key]
 
     def compute_s(self, layer: Layer, placed: Placement) -> float:
-        """Return the seconds of the slowest device's part of a layer."""
+        """Return the seconds that the slowest device takes for its part of a layer."""
         return max((self.layer_s(layer, device, size) for device, size in self._sizes(layer, placed)), default=0.0)
 
     def _sizes(self, layer: Layer, placed: Placement) -> set[tuple[int, LocalSize]]:
-        """Return the distinct (kind of device, its part of the layer)."""
+        """Return the distinct pairs (kind of device, size of its part of the layer)."""
         whole = whole_size(layer, self.batch if layer.batched else 1)
         gives, alike = placed.gives, self.alike
         if not layer.batched or not isinstance(gives, Split | Partial):
             return {(alike[d], whole) for d in holders(gives)}
         if isinstance(gives, Partial):
-            # A layer may read no tensor: `torch.ones(x.shape[0], 8)` has only the batch's size from its input.
+            # A layer may read no tensor: `torch.ones(x.shape[0], 8)` needs only the batch size.
             first = placed.takes[0] if placed.takes else None
             if not isinstance(first, Split):
                 return {(alike[d], whole) for d in holders(gives)}
@@ -348,7 +348,7 @@ class CostModel:
     # --- exchanges ----------------------------------------------------------------------------------------
 
     def move_s(self, src: Layout, dst: Layout, source: Layer, *, back: bool) -> float:
-        """Return the seconds of a tensor's move into another layout, and (`back`) of its gradient's move."""
+        """Return the seconds to move a tensor into another layout and, with `back`, its gradient in reverse."""
         if source.kind == "input" or not source.batched:
             return 0.0
         shape = source.batch_shape(self.batch)
@@ -363,15 +363,15 @@ class CostModel:
 
     def _exchange_s(self, load: Loads) -> float:
         seconds = move_s(load, self.costs.network, sent_itemsize(self.request.wire, self.costs.itemsize))
-        # Jitter delays only the first round.
+        # Jitter delays the first round only.
         return seconds + load.rounds * self.round_overhead_s + (self.jitter_s if load.rounds else 0.0)
 
     def sums_s(self, layer: Layer, placed: Placement, how: Sharding | None = None) -> float:
         """Return the seconds of gradient sums of copied parameters, and of the optimizer on the busiest device.
 
         Args:
-            how: sharded: in every micro-batch, gradients are summed into shards, and weights are gathered once or, if they are
-                freed after use, twice.
+            how: the sharding, if any. Then every micro-batch sums gradients into shards, and gathers weights once, or twice if
+                they are freed after use.
         """
         summed, kept = 0, 0.0
         for key, parameter in layer.parameters.items():
@@ -387,7 +387,7 @@ class CostModel:
         if not summed:
             return kept / self.request.micro_batches
         copies = next(v for v in placed.parameters.values() if isinstance(v, Replicated))
-        # Sums share buckets: a small layer pays only its fraction of a bucket's latency and jitter.
+        # Several layers share a bucket, so a small layer is charged only its fraction of latency and jitter.
         shared = max(0.0, 1 - summed / BUCKET_ENTRIES)
         if how is not None:
             load = share_loads(copies.devices, how.shares, float(summed), self.devices)
@@ -401,7 +401,7 @@ class CostModel:
 
 
 def _held(layout: Layout, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return (device, entries) of each device that holds entries."""
+    """Return (device, number of entries) for each device that holds entries."""
     entries = math.prod(shape)
     if isinstance(layout, Split):
         behind = entries // max(1, shape[layout.axis])
@@ -410,7 +410,7 @@ def _held(layout: Layout, shape: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def _alike_layers(graph: Graph, trains: set[str]) -> dict[str, Layer]:
-    """Return for each layer the first one that has the same shapes, inputs and parameters."""
+    """For each layer, return the first layer with the same shapes, inputs and parameters."""
     first: dict[object, Layer] = {}
     result = {}
     for layer in graph.layers.values():

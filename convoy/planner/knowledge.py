@@ -1,4 +1,4 @@
-"""Holds everything that is known about a fleet's devices when plans are made (`FleetKnowledge`)."""
+"""Holds the planner's knowledge of a fleet's devices (`FleetKnowledge`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,17 +16,17 @@ from convoy.simulate.table import GIGABIT, Measurement, read_fleet_file
 
 @dataclass(frozen=True, slots=True)
 class FleetKnowledge:
-    """The knowledge about a fleet: a description, a measurement, or solo speeds only.
+    """The knowledge of a fleet: a description, a measurement, or solo speeds only.
 
     In a running job it is the same on every device.
 
     Attributes:
-        described: the described fleet; None if it is measured, or if only speeds are known.
-        measured: layer times, links and overheads, with their fleet.
-        given: costs that replace both.
+        described: the described fleet; None if the fleet is measured, or if only speeds are known.
+        measured: the measured layer times, links and overheads, with the measured fleet.
+        given: costs that override `described` and `measured`.
         ids: device ids of a running job, in the order of `measured` and `speeds`.
-        speeds: solo speed of each device; None before anything was timed.
-        slower: by device id, its measured slowdown relative to `measured`.
+        speeds: solo speed of each device; None before a measurement.
+        slower: device id -> factor by which the device now is slower than in `measured`.
     """
 
     described: Fleet | None = None
@@ -38,7 +38,7 @@ class FleetKnowledge:
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """Return the fleet of a file, and its measurement if it has one.
+        """Read a fleet file, which may contain a measurement.
 
         Raises:
             InputError: the file cannot be used.
@@ -47,25 +47,25 @@ class FleetKnowledge:
 
     @classmethod
     def of_job(cls, path: Path, graph: Graph, devices: int, precision: str) -> Self:
-        """Return the fleet of a file for a job, and its measurement if it has one.
+        """Read a fleet file, which may contain a measurement, and check that it matches a job.
 
         Raises:
             InputError: the file cannot be used, or has another number of devices.
-            MismatchError: measured with another model, or in another precision.
+            MismatchError: it was measured with another model or precision.
         """
         known = cls.from_file(path)
         count = 0 if known.described is None else len(known.described.devices)
         if count != devices:
             raise InputError(
-                f"--fleet {path} has {count} devices, this job has {devices}: start as many devices, or give the fleet file "
-                "of these"
+                f"--fleet {path} has {count} devices, this job has {devices}: start {count} devices, or give the fleet file "
+                "of this job"
             )
         if known.measured is not None:
             known.measured.costs(graph)
             if known.measured.precision != precision:
                 raise MismatchError(
-                    f"--fleet {path} was measured in {known.measured.precision}, this job computes in {precision}, which takes "
-                    f"other times: measure with --precision {precision}, or leave --fleet out"
+                    f"--fleet {path} was measured in {known.measured.precision}, this job computes in {precision}, with other "
+                    f"times: measure with --precision {precision}, or leave --fleet out"
                 )
         return known
 
@@ -94,7 +94,7 @@ class FleetKnowledge:
         return replace(costs, times=CachedTimes(costs.times, [self.slower.get(d, 1.0) for d in self.ids]))
 
     def of(self, ids: Sequence[int]) -> Self | None:
-        """Return the knowledge about some devices, in this order; None if one of them is unknown."""
+        """Return the knowledge of these devices, in this order; None if one of them is unknown."""
         if any(device not in self.ids for device in ids):
             return None
         rows = [self.ids.index(device) for device in ids]
@@ -103,19 +103,19 @@ class FleetKnowledge:
         return replace(self, given=None, ids=tuple(ids), measured=measured, speeds=speeds)
 
     def corrected(self, slower: Mapping[int, float]) -> Self:
-        """Return the knowledge with newer slowdowns from rebalancing."""
+        """Return the knowledge with newer slowdowns, as observed by rebalancing."""
         return replace(self, slower={**self.slower, **slower})
 
     def with_device(self, device: int, joining: Self, nic: Nic = GIGABIT) -> Self:
-        """Return the knowledge with a joining device. Its times from an earlier membership are dropped.
+        """Return the knowledge including a joining device. Drop its times from an earlier membership.
 
         Args:
-            device: its id.
-            joining: knowledge about this device only. Without a measurement the result has none either.
+            device: id of the joining device.
+            joining: knowledge of this device only. Without a measurement in it, the result has none either.
             nic: see `Measurement.with_device`.
 
         Raises:
-            MismatchError: it was measured with another model.
+            MismatchError: the device was measured with another model.
         """
         assert self.speeds is not None
         assert joining.speeds is not None
@@ -134,7 +134,7 @@ class FleetKnowledge:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return all but given costs as values that JSON can hold; `from_json` reads them."""
+        """Return the knowledge, except `given`, as JSON values for `from_json`."""
         speeds = self.speeds
         return {
             "described": None if self.described is None else self.described.to_toml(),
@@ -146,10 +146,10 @@ class FleetKnowledge:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Self:
-        """Read the `to_json` of another device with the same version, from an authenticated connection.
+        """Read `to_json` of another device with the same version, received over an authenticated connection.
 
         Raises:
-            InputError: its measurement cannot be used.
+            InputError: the measurement cannot be used.
         """
         text, fleet, speeds = row["measured"], row.get("described"), None
         if row["speeds"] is not None:

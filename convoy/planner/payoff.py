@@ -1,6 +1,6 @@
 """Predicts whether a fleet is worth using, and the effect of another batch or link.
 
-The answer simulates the planner's best plan. Other batches and links are compared by the analytic model.
+The forecast simulates the planner's best plan. The analytic model compares other batches and links.
 """
 
 from bisect import bisect_left
@@ -33,25 +33,26 @@ SIMULATED = 3
 """The number of simulated plans of a deep net."""
 
 MOST_PLANS = 100
-"""More plans than the quick search finds for a few devices."""
+"""More plans than the quick search ever finds for a few devices, so that it returns all."""
 
 FEW_DEVICES = 8
-"""In larger fleets, fewer plans are looked at."""
+"""In larger fleets, fewer plans are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The answer whether a fleet pays off for one net and batch.
+    """The prediction whether a fleet pays off for one net and batch.
 
     Attributes:
-        request: of one micro-batch, if the batch must be divided to fit on the fastest device alone.
-        best: the planner's plan.
-        shared: the best plan that gives work to several devices; None if there is none.
-        fastest: index of the fastest device alone.
-        gain: speedup of the shared plan over that device; 1 if there is none.
-        alone_within: samples/s of each device alone.
-        from_batch: the smallest of `BATCHES` for which the fleet pays off; None if none fits.
+        request: the request; for one micro-batch if the batch must be divided to fit on the fastest device alone.
+        best: the planner's best plan.
+        shared: the best plan in which several devices compute; None if there is none.
+        fastest: index of the device that is fastest alone.
+        gain: speedup of the shared plan over that device; 1 without a shared plan.
+        alone_within: intervals of the samples/s of each device alone.
+        from_batch: the smallest of `BATCHES` for which the fleet pays off; None if there is none.
         from_link: the slowest of `LINKS` (bytes/s) for which it pays off; None if there is none, or if links are given.
+        asked_links: whether links were compared.
     """
 
     request: PlanRequest
@@ -68,7 +69,7 @@ class Forecast:
 
     @property
     def verdict(self) -> Literal["yes", "perhaps", "probably not", "no"]:
-        """Yes if the whole interval is a gain; no if none of it is."""
+        """Whether the fleet pays off: "yes" if the whole interval of the speedup is a gain, "no" if no part of it is."""
         if self.best.workers == 1 or self.gain < WORTH:
             return "no" if self.gain_within.high < WORTH else "probably not"
         return "yes" if self.gain_within.low >= 1 else "perhaps"
@@ -118,14 +119,14 @@ def forecast(request: PlanRequest, say: Callable[[str], object] = lambda _: None
 
 
 def _best(request: PlanRequest) -> tuple[PlanPrediction, PlanPrediction | None]:
-    """Return the best plan, and the best with several devices; for a deep net, simulate only a few of the quick search."""
+    """Return the best plan, and the best one with several devices. For a deep net, simulate only a few quick candidates."""
     if len(request.graph.weighted) <= SHALLOW:
         found, most = candidates(request), 1
     else:
         few = len(request.names) <= FEW_DEVICES
         found, most = quick_candidates(request, MOST_PLANS if few else SIMULATED), SIMULATED
-        found = found or candidates(request)[:1]  # this search can save memory
-    # If one device is faster than several, the best plan of several may use only some devices.
+        found = found or candidates(request)[:1]  # the full search; it raises an error if no plan fits
+    # Even if one device is faster than several, find the best plan with several.
     several = islice((each for each in found if len(working(each.plan, request.graph)) > 1), most)
     tried = found[:most] + [each for each in several if each not in found[:most]]
     rows = [predict_plan(each.plan.named("auto"), request) for each in tried]
@@ -149,14 +150,14 @@ def _more_samples(request: PlanRequest) -> float:
 
 
 def _pays(request: PlanRequest, fleet: Fleet) -> bool:
-    """Return whether the best plan on a fleet is worth more than its fastest device alone, by the analytic model."""
+    """Return whether the best plan on a fleet is clearly faster than its fastest device alone, by the analytic model."""
     here = replace(request, fleet=FleetKnowledge(fleet))
     found = quick_candidates(here)
     return bool(found) and here.batch / found[0].step_s >= WORTH * max(here.speeds.devices)
 
 
 def _first(values: Sequence[_T], holds: Callable[[_T], bool]) -> _T | None:
-    """Return the first value from which on `holds` is true; None if it never is."""
+    """Return the first value for which `holds` is true, which then is true for all later values; None if there is none."""
     index = bisect_left(values, True, key=holds)
     return values[index] if index < len(values) else None
 

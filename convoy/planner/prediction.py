@@ -1,10 +1,10 @@
-"""Predicts plans on a fleet, and chooses a plan by its prediction."""
+"""Predicts plans on a fleet, chooses a plan by its prediction, and predicts the cost of snapshots."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from convoy.errors import PlanError
-from convoy.layout.layout import holders
+from convoy.layout.layout import held_entries, holders, single
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
@@ -22,24 +22,25 @@ from convoy.simulate.memory import (
     memory_of,
     memory_of_steps,
     micro_batch_words,
+    optimizer_named,
 )
 from convoy.simulate.simulator import simulate
 
 
 @dataclass(frozen=True, slots=True)
 class PlanPrediction:
-    """The prediction of one plan on one fleet: the mean over a step's micro-batches.
+    """The prediction of one plan on one fleet, as a mean over a step's micro-batches.
 
     Attributes:
-        step_s: predicted seconds.
-        spread: the factor within which nine of ten measurements lie.
-        gain_spread: the same for the speedup over the fastest device alone.
+        step_s: predicted seconds per micro-batch.
+        spread: a factor: nine of ten measured times lie between step_s / spread and step_s * spread.
+        gain_spread: the same factor for the speedup over the fastest device alone.
         efficiency: samples/s divided by the sum of solo speeds.
-        sent_bytes, received_bytes: on the wire, by device.
-        overfull: descriptions of the devices whose memory the plan overfills.
-        image_j: joules per sample; None if the fleet gives no watts.
-        timeline: of the last micro-batch.
-        bound: the busiest resource: "computing on b-cpu", "sending from the host of a".
+        sent_bytes, received_bytes: bytes on the wire, by device.
+        overfull: descriptions of the devices whose memory is too small for the plan.
+        image_j: joules per sample; None if the fleet does not give watts.
+        timeline: the simulated events of the last micro-batch.
+        bound: the busiest resource, such as "computing on b-cpu" or "sending from the host of a".
     """
 
     plan: Plan
@@ -73,7 +74,7 @@ class PlanPrediction:
 
 
 def predict_plan(plan: Plan, request: PlanRequest) -> PlanPrediction:
-    """Simulate one plan, for each kind of micro-batch in a step."""
+    """Predict one plan by simulating each kind of micro-batch in a step."""
     graph, costs, limits = request.graph, request.costs, request.limits
     kinds = micro_batches(request.micro_batches)
     lists = [lower(plan, graph, micro_batch=kind) for kind in kinds]
@@ -113,7 +114,7 @@ def predict_plan(plan: Plan, request: PlanRequest) -> PlanPrediction:
 
 
 def _joules(request: PlanRequest, step_s: float, computes: Sequence[float]) -> float | None:
-    """Return the joules of a step: busy watts while a device computes, else idle watts; None if a device has none."""
+    """Return the joules of a step: busy watts while a device computes, else idle watts; None if watts are unknown."""
     fleet, total = request.fleet.fleet, 0.0
     if fleet is None:
         return None
@@ -125,7 +126,7 @@ def _joules(request: PlanRequest, step_s: float, computes: Sequence[float]) -> f
 
 
 def _busiest(timeline: Timeline, steps: StepList, request: PlanRequest) -> str:
-    """Name the resource that is busy longest; "waiting" if none is busy for half of the step."""
+    """Return the name of the resource that is busy longest; "waiting: ..." if none is busy for half of the step."""
     network, names = request.costs.network, request.names
     first = {host: names[device] for device, host in reversed(list(enumerate(network.host)))}
     busy_s = {f"computing on {names[timeline.busiest]}": timeline.compute_s[timeline.busiest]}
@@ -141,10 +142,10 @@ def _busiest(timeline: Timeline, steps: StepList, request: PlanRequest) -> str:
 
 
 def predict_all(request: PlanRequest) -> tuple[list[PlanPrediction], list[tuple[int, float]]]:
-    """Predict every named plan, and last `auto`, the plan with the shortest step.
+    """Predict every named plan and, last, `auto`, the plan with the shortest step.
 
     Returns:
-        the predictions; and (devices, samples/s) of the best plan by the number of devices that compute.
+        the predictions; and for each number of computing devices, that number and the samples/s of its best plan.
 
     Raises:
         PlanError: no plan fits the devices' memory.
@@ -158,7 +159,7 @@ def predict_all(request: PlanRequest) -> tuple[list[PlanPrediction], list[tuple[
 
 
 def working(plan: Plan, graph: Graph) -> frozenset[int]:
-    """Return the devices that compute."""
+    """Return the devices that compute something in a plan."""
     steps = lower(plan, graph)
     return frozenset(d for s in steps.phase("forward") if isinstance(s, ComputeStep) for d in holders(s.writes.layout))
 
@@ -166,12 +167,12 @@ def working(plan: Plan, graph: Graph) -> frozenset[int]:
 # --- plans worth a trial ---------------------------------------------------------------------------------------------
 
 REACH, TRIED, FEWER = 0.25, 3, 0.75
-"""Autotuned plans: the most extra time relative to the best; their number, including the best; the largest fraction of the
-previous plan's messages."""
+"""Limits of autotuned plans: the most extra time relative to the best plan; their number, including the best; the largest
+fraction of the previous plan's messages."""
 
 REACH_ALONE = 0.6
-"""The most extra time for one device alone. It is larger, because such a plan was a quarter faster than a plan with a
-predicted time a third shorter (a ResNet-8 on three devices)."""
+"""The most extra time of a plan for one device alone. It is larger: for a ResNet-8 such a plan was a quarter faster than
+a plan for three devices that was predicted to take a third less time."""
 
 
 def choose(request: PlanRequest) -> list[PlanPrediction]:
@@ -184,12 +185,12 @@ def choose(request: PlanRequest) -> list[PlanPrediction]:
 
 
 def worth_trying(found: Sequence[Candidate], graph: Graph) -> list[Candidate]:
-    """Return the best candidate, and candidates that are better if messages cost more than predicted.
+    """Return the best candidate, and candidates that may be faster because they send fewer messages.
 
-    Predictions err most in messages. So each plan has clearly fewer messages than the faster plans before it.
+    Predictions err most in the cost of messages. So each plan has clearly fewer messages than the plans before it.
 
     Args:
-        found: the shortest predicted step first.
+        found: candidates, the shortest predicted step first.
     """
     tried: list[Candidate] = []
     fewest = 0
@@ -208,10 +209,10 @@ def worth_trying(found: Sequence[Candidate], graph: Graph) -> list[Candidate]:
 
 
 def check_alone(request: PlanRequest, plan: Plan, limits: MemoryLimits) -> None:
-    """Refuse a plan of one device that does not fit into its memory.
+    """Check that a plan of one device fits into its memory.
 
     Raises:
-        PlanError: names the number of micro-batches that would fit, if any.
+        PlanError: it does not fit; the message gives a number of micro-batches that would, if any.
     """
 
     def needs(samples: int) -> list[int]:
@@ -221,3 +222,91 @@ def check_alone(request: PlanRequest, plan: Plan, limits: MemoryLimits) -> None:
         more = fewest_micro_batches(request.batch, lambda samples: not limits.excess(needs(samples)))
         remedy = "" if more is None else micro_batch_words(request.graph, request.micro_batches * more)
         raise PlanError(limits.refusal(request.graph.model, request.batch, [needs(request.batch)], remedy))
+
+
+# --- snapshots --------------------------------------------------------------------------------------------------------
+# Each device copies its shards of weights and optimizer state in memory, and all devices confirm it. State that only one device
+# holds is sent to the next one during later steps. A snapshot every k steps divides these costs by k, and after a lost device
+# at most k steps are repeated.
+
+MOST_PART = 0.02
+"""The largest fraction of a step's time for snapshots."""
+
+MOST_STEPS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class SparePrice:
+    """The cost of snapshots.
+
+    Attributes:
+        every: steps from one snapshot to the next.
+        part: mean extra time per step, as a fraction.
+        sent_bytes: mean bytes sent per step, over all devices.
+        memory_bytes: bytes of snapshots by device.
+        overfull: descriptions of devices whose memory is too small for plan and snapshots.
+    """
+
+    every: int
+    part: float
+    sent_bytes: int
+    memory_bytes: tuple[int, ...]
+    overfull: tuple[str, ...] = ()
+
+
+def spare_price(row: PlanPrediction, request: PlanRequest, every: int | None = None) -> SparePrice:
+    """Return the cost of snapshots for a predicted plan.
+
+    Args:
+        every: steps from one snapshot to the next; None: the fewest that cost at most `MOST_PART`.
+    """
+    if len(request.names) == 1:
+        return SparePrice(1, 0.0, 0, (0,))  # no other device could continue
+    state = kept_bytes(lower(row.plan, request.graph), request.graph, request.optimizer, request.costs.itemsize)
+    step_s = row.step_s * request.micro_batches
+    rates = [every] if every else range(1, MOST_STEPS + 1)
+    parts = ((k, _snapshot_s(state, row, request, k) / (k * step_s)) for k in rates)
+    chosen, part = next((k, part) for k, part in parts if every or part <= MOST_PART or k == MOST_STEPS)
+    memory = tuple(2 * (own + state[d - 1][1]) for d, (own, _) in enumerate(state))
+    needs = [each.total_bytes + more for each, more in zip(row.memory, memory, strict=True)]
+    sent = round(sum(alone for _, alone in state) / chosen)
+    return SparePrice(chosen, part, sent, memory, tuple(request.limits.overfull(needs)))
+
+
+def kept_bytes(steps: StepList, graph: Graph, optimizer: str, itemsize: int = 4) -> list[tuple[int, int]]:
+    """For each device, return the bytes of its state, and of its state that no other device holds."""
+    numbers = 1 + optimizer_named(optimizer).state
+    found = {}
+    for step in steps.phase("forward"):
+        if isinstance(step, ComputeStep):
+            for name, layout in step.parameters.items():
+                parameter = graph[step.layer].parameters[name]
+                found[parameter.key] = (layout, parameter.shape, itemsize * (numbers if parameter.trainable else 1))
+    rows = []
+    for device in range(steps.devices):
+        sizes = [(held_entries(layout, device, shape) * size, single(layout)) for layout, shape, size in found.values()]
+        rows.append((sum(n for n, _ in sizes), sum(n for n, alone in sizes if alone)))
+    return rows
+
+
+def _snapshot_s(state: Sequence[tuple[int, int]], row: PlanPrediction, request: PlanRequest, every: int) -> float:
+    """Return the seconds that one snapshot adds to `every` steps on the most delayed device."""
+    costs, network, devices = request.costs, request.costs.network, len(state)
+    longest_s = 0.0
+    for device, (own, alone) in enumerate(state):
+        received, receiver = state[device - 1][1], (device + 1) % devices
+        handled_s = own * costs.overhead(device).copy_s_per_byte
+        handled_s += (alone + received) * network.processor_s_per_byte[device]
+        a, b = network.host[device], network.host[receiver]
+        rates = (
+            [network.send_bytes_per_s[a], network.receive_bytes_per_s[b]] if a != b else [network.within_bytes_per_s[a]]
+        )
+        sending_s = alone / min(network.pair_bytes_per_s[device][receiver], *rates)
+        # The NIC sends the state while it is not busy with messages of steps.
+        on_host = [d for d, host in enumerate(network.host) if host == a]
+        sends_s = sum(row.sent_bytes[d] for d in on_host) / network.send_bytes_per_s[a]
+        receives_s = sum(row.received_bytes[d] for d in on_host) / network.receive_bytes_per_s[a]
+        free_s = max(0.0, request.micro_batches * (row.step_s - max(sends_s, receives_s)))
+        longest_s = max(longest_s, handled_s + max(0.0, sending_s - every * free_s))
+    confirming_s = max(costs.overhead(d).calls_s(2 * (devices - 1)) for d in range(devices))
+    return longest_s + confirming_s + network.largest_latency_s

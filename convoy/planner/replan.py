@@ -1,7 +1,7 @@
 """Plans again when devices leave or join a job.
 
-The devices wait for this plan, so planning is quick: it rescales the running plan and compares it with a few plans of the
-quick search. The search of `planner.py` takes ten times as long and gains a few per cent.
+The devices wait for this plan, so it must be quick: it rescales the running plan and compares it with a few plans of the
+quick search. The full search of `planner.py` takes ten times as long and gains only a few per cent.
 """
 
 import math
@@ -19,13 +19,13 @@ from convoy.planner.search import model_s
 from convoy.simulate.memory import memory_of
 
 SIMULATED_WORK = 1500
-"""Plans are compared by simulation up to this product of layers and devices^2: it then takes half a second."""
+"""Plans are compared by simulation up to this product of layers and devices^2, for which it takes half a second."""
 
 TRIED = 2
 """Number of searched plans that are compared with the running one."""
 
 BETTER = 0.97
-"""Another plan replaces the running one only if its predicted time is at most this fraction."""
+"""Another plan replaces the running one only if its predicted time is at most this fraction of the running one's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,8 @@ class NewPlan:
     """A plan for changed devices.
 
     Attributes:
-        step_s: predicted seconds of a micro-batch, including measured slowdowns; None if a device was
-            not measured.
-        overfull: descriptions of overfilled devices, if none of the compared plans fits.
+        step_s: predicted seconds of a micro-batch, including measured slowdowns; None if a device was not measured.
+        overfull: if no compared plan fits, descriptions of the devices whose memory is too small.
     """
 
     plan: Plan
@@ -46,9 +45,9 @@ class NewPlan:
 def plan_anew(request: PlanRequest, plan: Plan, before: Sequence[int], now: Sequence[int]) -> NewPlan:
     """Return the plan for the devices `now`, after the devices `before` ran `plan`.
 
-    A job started with "auto" may get another plan if all devices are measured. A job that still runs the named plan it was
-    started with gets the plan of that name. Otherwise strategies and proportions stay; a new device gets a share by its
-    speed, or an average share.
+    A job started with "auto" may get a different plan if all devices are measured. A job started with a named plan, which it
+    still runs, gets the plan of that name for the new devices. Otherwise strategies and proportions stay; a new device gets a
+    share by its speed, or an average share.
 
     Args:
         request: the job's original request, with the current knowledge in `fleet`.
@@ -80,7 +79,7 @@ def with_joining_device(
 ) -> tuple[NewPlan, float | None]:
     """Return the plan for the devices `now` (which run `plan`) plus a joining device, and the predicted speedup.
 
-    The speedup is None if a device was not measured.
+    Without measurements of all devices, the speedup is None.
     """
     without, together = (plan_anew(request, plan, now, ids) for ids in (now, sorted({*now, joining})))
     gain = None if without.step_s is None or together.step_s is None else without.step_s / together.step_s
@@ -98,7 +97,7 @@ def _predicted(plan: Plan, request: PlanRequest) -> NewPlan:
 
 
 def _by_name(request: PlanRequest, plan: Plan, before: Sequence[int], speeds: Speeds | None) -> Plan | None:
-    """Return the named plan that the job was started with; None if it runs another plan."""
+    """Return the named plan that the job was started with, for the new speeds; None if it runs another plan."""
     had = request.fleet.of(before)
     if request.name not in PLANS or had is None or had.speeds is None or speeds is None:
         return None

@@ -24,7 +24,7 @@ class PlanOptions(TypedDict, total=False):
     """Keyword arguments of `make_plan` and `prepare`.
 
     Attributes:
-        speeds: one number per device; None: every device times the model's layers first, which takes seconds.
+        speeds: one number per device; None: first every device times the model's layers, which takes seconds.
         reduce: "ring", "butterfly", "direct" or "star"; None: the plan's default.
         wire: "exact" (or None), or "inexact-bf16": activations and gradients are sent as bfloat16, in half the bytes.
         outputs: "everywhere" (default; None: the plan's own): the model returns all outputs on every device;
@@ -32,7 +32,7 @@ class PlanOptions(TypedDict, total=False):
         precision: number format of the layers, as for `distribute`, also used for timing.
         slowdown: emulate a device that is slower by this factor.
         budget_s: for "auto", the approximate seconds for measuring.
-        fleet: for "auto", a file of `convoy measure` for this model, instead of measuring. Only device 0 reads it.
+        fleet: for "auto", a file written by `convoy measure` for this model, used instead of measuring. Only device 0 reads it.
     """
 
     speeds: Sequence[float] | None
@@ -56,10 +56,10 @@ class PlanRequest:
         wire: number format of messages.
         reduce: how gradients are summed; None: each named plan's default, or the planner's choice.
         outputs: where the model's outputs are returned.
-        micro_batches: per step. Weights are updated after the last one; predictions are means over all of them.
+        micro_batches: micro-batches per step. The last one updates the weights; predictions are means over all.
 
     Raises:
-        InputError: an unknown optimizer.
+        InputError: the optimizer is unknown.
     """
 
     graph: Graph
@@ -105,7 +105,7 @@ class PlanRequest:
         return Speeds(tuple(result))
 
     def alone_s(self, device: int) -> float:
-        """Return the seconds of a micro-batch on one device alone, with all layers fused into one segment."""
+        """Return the seconds of a micro-batch on one device alone, where all layers form one segment."""
         graph, costs, trained_layers = self.graph, self.costs, trains(self.graph)
         trained = {p.key: p.entries for layer in graph.layers.values() for p in layer.trainable}
         overhead = costs.overhead(device)
@@ -138,5 +138,5 @@ class PlanRequest:
                 f"a step of {self.batch} samples in {count} micro-batches: they must be equal; give a number that divides "
                 f"{self.batch}"
             )
-        fleet = replace(self.fleet, given=self.costs)  # so that a measurement's tables are read only once
+        fleet = replace(self.fleet, given=self.costs)  # read a measurement's tables only once
         return replace(self, fleet=fleet, batch=self.batch // count, micro_batches=self.micro_batches * count)

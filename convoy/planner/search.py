@@ -1,7 +1,7 @@
 """Searches plans for one set of devices, by dynamic programming over the layers of a model.
 
-A state holds the layouts of the live tensors. A layer's choices are its possible strategies. The cost of a choice is
-its arithmetic, the moves of its inputs and of their gradients, and its gradient sums.
+A state holds the layouts of the live tensors. A layer's choices are its possible strategies. A choice costs the seconds of
+its arithmetic, of the moves of its inputs and their gradients, and of its gradient sums.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,18 +21,18 @@ from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Shardin
 from convoy.planner.analytic import CostModel, Side
 
 MANY_QUESTIONS = 400
-"""Above this product of layer kinds and device kinds, curves are sampled at fewer points."""
+"""Above this product of distinct layers and distinct devices, `_shares` samples time curves at fewer points."""
 
 HALVINGS = 50
-"""Steps of the bisection for the finishing time."""
+"""Bisection steps for the time at which the slowest device finishes."""
 
 Seconds = npt.NDArray[np.float64]
 
 BEAM = 48
-"""States kept per layer: residual nets need a handful, only dense concatenation needs more."""
+"""States kept per layer. Residual nets need a handful; only dense concatenation needs more."""
 
 EVEN_DEVICES, EVEN_LAYERS = 8, 100
-"""Up to these numbers of devices and layers, filters are also split evenly, not only by speed."""
+"""Up to these numbers of devices and layers, the search also tries to split filters evenly, not only by speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Candidate:
     """A plan with its predicted seconds.
 
     Attributes:
-        devices: the number of devices that it may use, the fastest ones.
+        devices: the number of devices that the plan may use; these are the fastest ones.
     """
 
     plan: Plan
@@ -54,13 +54,13 @@ def in_order(found: Iterable[Candidate]) -> list[Candidate]:
 
 
 def model_s(model: CostModel, order: Sequence[int], plan: Plan) -> float:
-    """Return the seconds of a plan by the analytic model, with the plan's collective."""
+    """Return a plan's seconds by the analytic model, with the plan's `reduce`."""
     return Search(model.with_reduce(plan.reduce), order).step_s(plan)
 
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """Strategies chosen so far, newest first."""
+    """A linked list of the strategies chosen so far, newest first."""
 
     layer: str
     strategy: Strategy
@@ -68,7 +68,7 @@ class _Chosen:
 
 
 _Available = tuple[int, ...]
-"""Numbers of the layouts in which a tensor is available; the first is its original layout."""
+"""Numbers of the layouts in which a tensor is available. The first one is its original layout."""
 
 _States = dict[tuple[_Available, ...], tuple[float, _Chosen | None]]
 """The cheapest choices for each combination of the live tensors' layouts."""
@@ -76,11 +76,12 @@ _States = dict[tuple[_Available, ...], tuple[float, _Chosen | None]]
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A choice of a layer, given the layouts of its inputs.
+    """One possible strategy of a layer for given layouts of its inputs, with its cost.
 
     Attributes:
-        strategy: None: the layer follows its input, and the plan omits it.
-        inputs: layouts in which its inputs are available afterwards.
+        strategy: the strategy; None: the layer follows its input, and the plan omits it.
+        gives: number of the output's layout.
+        inputs: layouts in which the inputs are available afterwards.
     """
 
     strategy: Strategy | None
@@ -90,12 +91,12 @@ class _Choice:
 
 
 class Search:
-    """A search over the plans of one set of devices. Weights that several devices use are copied.
+    """A search over the plans of one set of devices, in which weights used by several devices are copied, not sharded.
 
     Args:
         active: the devices that may take part; only the first may compute a layer alone.
-        only: by layer, the name of its required strategy.
-        weights: split every axis in these proportions, by device; empty: so that all devices finish together.
+        only: required strategies: layer -> strategy name.
+        weights: by device, the proportions in which every axis is split; empty: choose shares so that devices finish together.
     """
 
     def __init__(
@@ -109,23 +110,23 @@ class Search:
         self.active, self.only, self.weights = tuple(active), only or {}, weights
         self.by_batch = Batch(apportion(self.batch, weights) if weights else batch_shares(model, active))
         self.speeds = [1 / model.samples_s(d, self.batch) if d in active else 0.0 for d in range(self.devices)]
-        # All layers split the batch alike, so the device that is slowest over all layers sets the pace.
+        # All layers split the batch in the same shares, so the device that is slowest over all layers determines the time.
         shared = len(active) > 1
         self.last = max(active, key=lambda d: model.samples_s(d, self.by_batch.shares[d], shared))
-        # A layer's output may go from every device to all others. If NICs are the bottleneck, even shares may be faster.
+        # Layer outputs may be sent from every device to all others. If NICs are the bottleneck, even shares may be faster.
         few = 1 < len(active) <= EVEN_DEVICES and len(model.graph.layers) <= EVEN_LAYERS
         self.even = [float(d in self.active) for d in range(self.devices)] if few else None
         self.readers = {name: len(rows) + (name in self.graph.outputs) for name, rows in self.graph.readers.items()}
         self.numbers: dict[Layout, int] = {}
         self.layouts: list[Layout] = []
-        # They depend on layer times only, so all searches for the same devices share them.
+        # Layer shares depend on layer times only, so all searches for the same devices reuse them.
         self.splits: dict[tuple[str, str], Shares] = model.splits.setdefault(self.active, {})
         self.choices: dict[tuple[str, tuple[_Available, ...]], list[_Choice]] = {}
         self.worked: dict[tuple[str, int, int, Sharding | None], float] = {}
         self.between: dict[tuple[int, int, str, bool], float] = {}
 
     def run(self) -> list[Candidate]:
-        """Return a few best plans, which end in different layouts, cheapest first."""
+        """Return up to three best plans, which differ in their final layouts, fastest first."""
         states: _States = {(): (0.0, None)}
         live: tuple[str, ...] = ()
         left = dict(self.readers)
@@ -142,7 +143,7 @@ class Search:
     def _advance(self, layer: Layer, states: _States, live: tuple[str, ...], after: tuple[str, ...]) -> _States:
         inputs = tuple(dict.fromkeys(layer.inputs))
         places = [live.index(name) for name in inputs]
-        # The source of each live tensor's layouts: the layer's output, one of its inputs, or unchanged.
+        # Where each live tensor's layouts come from: the layer's output, one of its inputs, or unchanged.
         sources = [
             (0, 0) if name == layer.name else (1, inputs.index(name)) if name in inputs else (2, live.index(name))
             for name in after
@@ -182,7 +183,7 @@ class Search:
         )  # fmt: skip
 
     def step_s(self, plan: Plan) -> float:
-        """Return the seconds of any plan of these devices by the analytic model, with the model's collective."""
+        """Return the seconds of any plan of these devices by the analytic model, with the model's `reduce`."""
         where: dict[str, _Available] = {}
         total = 0.0
         for name, placed in placements(plan, self.graph).items():
@@ -204,7 +205,7 @@ class Search:
     def _choices(
         self, layer: Layer, where: Mapping[str, tuple[Layout, ...]]
     ) -> Iterator[tuple[Strategy | None, Placement]]:
-        """Yield a layer's strategies; None: it follows its input, and the plan omits it."""
+        """Yield a layer's possible strategies and placements; None: it follows its input, and the plan omits it."""
         if layer.kind == "input":
             yield None, Placement((), self._place(layer, self.by_batch).gives)
             return
@@ -259,7 +260,7 @@ class Search:
     # --- prices ------------------------------------------------------------------------------------------------------
 
     def _number(self, layout: Layout) -> int:
-        """Return a number to compare instead of a layout: with a thousand devices layouts are long."""
+        """Return a number for a layout. Numbers compare faster: with a thousand devices layouts are long."""
         number = self.numbers.setdefault(layout, len(self.layouts))
         if number == len(self.layouts):
             self.layouts.append(layout)
@@ -318,12 +319,12 @@ class Search:
 
 # --- load balance: shares with which the slowest device finishes as early as possible -------------------------------------
 #
-# The analytic model gives each device's seconds at some shares; they are interpolated linearly. A device that cannot
+# The analytic model gives each device's seconds at some shares, which are interpolated linearly. A device that cannot
 # finish one sample or filter in time gets none.
 
 
 def batch_shares(model: CostModel, active: Sequence[int]) -> Shares:
-    """Return the samples of each device, by the seconds of the whole model."""
+    """Return each device's number of samples that minimises the slowest device's time for the whole model."""
     shared = len(active) > 1
     return _shares(model, model.batch, active, lambda d, points: [model.samples_s(d, n, shared) for n in points])
 
@@ -347,13 +348,13 @@ def _shares(
 
 
 def balance(total: int, devices: int, active: Sequence[int], points: Sequence[int], seconds: Seconds) -> Shares:
-    """Return the shares of an axis that minimise the time of the slowest of `active`.
+    """Return the shares of an axis that minimise the time of the slowest device in `active`.
 
     Args:
         points: ascending shares, from 0 to `total`.
-        seconds: `seconds[i, j]` of device `active[i]` at the share `points[j]`.
+        seconds: `seconds[i, j]` is the time of device `active[i]` for the share `points[j]`.
     """
-    # Measured times may dip; a larger share never counts as faster.
+    # Measured times may fall for a larger share; treat them as never falling.
     curves = np.maximum.accumulate(seconds, axis=1)
     sizes = np.array(points, dtype=np.float64)
     low_s, high_s = 0.0, float(curves.max())
@@ -364,7 +365,7 @@ def balance(total: int, devices: int, active: Sequence[int], points: Sequence[in
         else:
             low_s = middle_s
     parts = _finished(curves, sizes, high_s)
-    # Only active devices are apportioned, in the order of devices: with a thousand devices this is much faster.
+    # Apportion only to active devices, in device order: with a thousand devices this is much faster.
     order = sorted(range(len(active)), key=lambda i: active[i])
     weights = [float(parts[i]) for i in order]
     if not any(weights):
@@ -376,7 +377,7 @@ def balance(total: int, devices: int, active: Sequence[int], points: Sequence[in
 
 
 def _finished(curves: Seconds, sizes: Seconds, limit_s: float) -> Seconds:
-    """Return the largest share that each device finishes within a time."""
+    """Return the largest share that each device finishes within `limit_s`."""
     index = (curves <= limit_s).sum(axis=1) - 1
     after = np.minimum(index + 1, len(sizes) - 1)
     rows = np.arange(len(curves))

@@ -16,23 +16,22 @@ from convoy.runtime.kernels import Gradients, named
 class GlobalBatchNorm:
     """A batch norm layer with the statistics of the global batch.
 
-    The devices' means and variances are combined by their counts (Chan, Golub, LeVeque 1979). On accelerators, where the
-    number of kernels limits a split norm, torch's SyncBatchNorm kernels do so; they refuse CPU tensors. The messages are the
-    same.
+    Devices exchange local means and variances, which are combined by sample counts (Chan, Golub, LeVeque 1979). Accelerators
+    use torch's SyncBatchNorm kernels, which need fewer launches but refuse CPU tensors. The messages are the same.
     """
 
     def __init__(self, module: nn.Module, layer: Layer) -> None:
         self.module: Any = module
         self.channels = layer.shape[0]
         self.dtype: torch.dtype = getattr(torch, layer.dtype)
-        # Small tensors, reused because they are the same in most steps.
+        # Cached between steps, because the sample counts rarely change.
         self._nowhere = torch.empty(0)
         self._samples: Sequence[int] = ()
         self._parts = torch.empty(0)
         self._counts = torch.empty(0)
 
     def local_statistics(self, x: Tensor) -> Tensor:
-        """Return one row: mean_C and variance_C of the local entries; zeros if there are none."""
+        """Return this device's row (mean_C, variance_C of its samples); zeros without samples."""
         if x.shape[0] == 0:
             return x.new_zeros(1, 2 * self.channels)
         # var_mean is three to eight times slower on a CPU. With momentum 0 this kernel updates no running statistics.
@@ -45,7 +44,7 @@ class GlobalBatchNorm:
         return torch.zeros(1, 2 * self.channels, dtype=self.dtype, device=device)
 
     def combine(self, rows: Tensor, samples: Sequence[int], per_sample: int) -> "Normalisation":
-        """Combine rows_M(2C) of M devices by their numbers of samples."""
+        """Return the statistics of the global batch from rows_M(2C) of M devices, weighted by their sample counts."""
         total = sum(samples) * per_sample
         if total < 2:
             raise InputError(
@@ -66,7 +65,7 @@ class GlobalBatchNorm:
         return Normalisation(mean, variance, (variance + self.module.eps).rsqrt_(), total)
 
     def _fused(self, of: Tensor) -> bool:
-        """Return whether SyncBatchNorm's kernels compute this: they need parameters in the dtype of the statistics."""
+        """Return whether SyncBatchNorm's kernels can run: they need parameters in the dtype of the statistics."""
         m = self.module
         same = all(t is None or t.dtype == of.dtype for t in (m.weight, m.bias, m.running_mean))
         whole = of.dtype in (torch.float32, torch.float64)
@@ -111,7 +110,7 @@ class GlobalBatchNorm:
         return self._line(x, by, self.module.weight, self.module.bias)
 
     def local_sums(self, x: Tensor | None, g: Tensor, by: "Normalisation") -> Tensor:
-        """Return one row: sum of g_C and sum of (g * normalised x)_C over the local entries; x is None without samples."""
+        """Return this device's row: sum(g)_C and sum(g * normalised x)_C. `x` is None without samples."""
         if x is None:
             return g.new_zeros(1, 2 * self.channels)
         # torch's backward kernel computes these two sums as the gradients of weight and bias, with any mean and deviation.
@@ -123,7 +122,7 @@ class GlobalBatchNorm:
         return torch.cat([gb, gw])[None]
 
     def backward(self, x: Tensor, g: Tensor, by: "Normalisation", row: Tensor, rows: Tensor, wanted: bool) -> Gradients:
-        """Return the gradients, from this device's sums `row` (its parameters' gradients) and all devices' sums `rows`."""
+        """Return the gradients: the parameters' from this device's sums `row`, the input's from all devices' `rows`."""
         weight, bias = self.module.weight, self.module.bias
         gb, gw = row.view(2, self.channels).unbind(0)
         gx = None
@@ -137,12 +136,12 @@ class GlobalBatchNorm:
             # (g - mean g - x' mean(g x')) * scale with x' = (x - mean) / deviation: linear in g and in x.
             scale = by.inverse_deviation if weight is None else by.inverse_deviation * weight
             shift, slope = (rows.sum(0) / -by.count).view(2, self.channels).mul_(scale).unbind(0)
-            gx = self._line(x, by, slope, shift).addcmul_(g, _along(scale, x))
+            gx = self._line(x, by, slope, shift).addcmul_(g, scale.view(1, -1, *[1] * (x.dim() - 2)))
         trained = [each is not None and each.requires_grad for each in (weight, bias)]
         return [gx], named(weight=gw if trained[0] else None, bias=gb if trained[1] else None)
 
     def _line(self, x: Tensor, by: "Normalisation", slope_C: Tensor | None, shift_C: Tensor | None) -> Tensor:
-        """Return (x - mean) / deviation * slope + shift per channel. torch's evaluation kernel reads x only once."""
+        """Return (x - mean) / deviation * slope + shift per channel, by torch's evaluation kernel: it reads x once."""
         eps = self.module.eps
         assert by.variance is not None
         return torch.batch_norm(
@@ -159,7 +158,7 @@ class Normalisation:
 
     Attributes:
         variance: None for SyncBatchNorm's kernels, which use 1/deviation.
-        counts: entries per device, for these kernels only.
+        counts: entries per device; None unless SyncBatchNorm's kernels need them.
     """
 
     mean: Tensor
@@ -167,7 +166,3 @@ class Normalisation:
     inverse_deviation: Tensor
     count: int
     counts: Tensor | None = None
-
-
-def _along(v_C: Tensor, x: Tensor) -> Tensor:
-    return v_C.view(1, -1, *[1] * (x.dim() - 2))

@@ -1,4 +1,4 @@
-"""Convert between global and local batches at the inputs and outputs of a distributed model, and mark them."""
+"""Take local batches from a distributed model's inputs, and wrap or mark its outputs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -16,11 +16,11 @@ from convoy.runtime.exchange import redistribute
 # --- inputs ------------------------------------------------------------------------------------------------------------
 
 _ROWS, _BATCH = "_convoy_rows", "_convoy_batch"
-"""Marks on a tensor's storage, which views and `detach()` share: rows of a global batch; global size of a local batch."""
+"""Attributes of a tensor's storage, which views share: rows of a global batch; (global rows, local rows) of a local one."""
 
 
 def mark_whole(y: Tensor) -> None:
-    """Mark an output as the global batch, which every device has."""
+    """Mark a tensor as a global batch, which every device holds."""
     setattr(y.untyped_storage(), _ROWS, y.shape[0])
 
 
@@ -34,8 +34,8 @@ class StepInputs(NamedTuple):
     Attributes:
         wholes: for each input, whether it is a global batch; else it is a local batch.
         batch: samples in the global batch.
-        announced: the loader has announced the size of the global batch.
-        wanted: destination of each input's gradient; empty if no input has one.
+        announced: the size of the global batch comes from the loader, not from the caller.
+        wanted: for each input, the gradient to return: none, whole (global batch) or part (local); empty if none needs one.
     """
 
     tensors: tuple[Tensor, ...]
@@ -48,12 +48,13 @@ class StepInputs(NamedTuple):
 def read_inputs(
     tensors: tuple[Tensor, ...], others: Mapping[str, Any], batch: int | None, whole: bool, announced: Sequence[int]
 ) -> StepInputs:
-    """Interpret the arguments of a call, by position and by name.
+    """Check the arguments of a model call, and find the size of the global batch.
 
     Args:
-        batch: the caller's size of the global batch.
-        whole: all inputs are global batches; else only outputs of distributed models are.
-        announced: the size of the global batch that the loader announced last, if any.
+        others: arguments by name, which are refused.
+        batch: size of the global batch, if the caller gave it.
+        whole: all inputs are global batches; False: only outputs of distributed models are.
+        announced: sizes of global batches that the loader announced; the first one counts.
     """
     if others or not all(isinstance(x, Tensor) for x in tensors):
         odd = [*others, *(f"a {type(x).__name__}" for x in tensors if not isinstance(x, Tensor))]
@@ -72,8 +73,10 @@ def read_inputs(
     )
     from_loader = batch is None and not any(wholes)
     if batch is None:
-        known = [len(x) for x, w in zip(tensors, wholes, strict=True) if w and x.dim()] or _marked_sizes(tensors)
-        known = known or [*announced]
+        known = [len(x) for x, w in zip(tensors, wholes, strict=True) if w and x.dim()]
+        if not known:
+            marks = [(x, getattr(x.untyped_storage(), _BATCH, (0, -1))) for x in tensors if x.dim()]
+            known = [samples for x, (samples, rows) in marks if rows == x.shape[0]] or [*announced]
         if not known:
             raise InputError(
                 "the size of the global batch is not known: use convoy.loader, or the loader that convoy.prepare returned, or "
@@ -86,11 +89,6 @@ def read_inputs(
             "none" if not x.requires_grad else "whole" if w else "part" for x, w in zip(tensors, wholes, strict=True)
         )
     return StepInputs(tensors, wholes, batch, from_loader, wanted)
-
-
-def _marked_sizes(tensors: Sequence[Tensor]) -> list[int]:
-    marks = [(x, getattr(x.untyped_storage(), _BATCH, (0, -1))) for x in tensors if x.dim()]
-    return [batch for x, (batch, rows) in marks if rows == x.shape[0]]
 
 
 def local_inputs(inputs: StepInputs, steps: StepList, graph: Graph, group: Group) -> list[Tensor]:
@@ -142,8 +140,8 @@ def _misshapen(device: int, shape: Shape, expected: Shape, inputs: StepInputs, w
 # --- outputs -----------------------------------------------------------------------------------------------------------
 
 _REMEDY = (
-    "convoy.loss(criterion)(output, y) is the loss of the global batch, output.whole() the outputs of the global batch on "
-    'every device, output.own those of the local samples; a plan with outputs "everywhere" returns tensors'
+    "use convoy.loss(criterion)(output, y) for the loss of the global batch, output.whole() for all its outputs, output.own "
+    'for those of the local samples, or a plan with outputs "everywhere", which returns tensors'
 )
 
 
@@ -163,7 +161,7 @@ def returned_outputs(outputs: Sequence[Tensor], steps: StepList, graph: Graph, g
 class OutputPart:
     """The local samples of one output, for a plan with `outputs="where-computed"`.
 
-    Give it to :func:`convoy.loss`. It is not a tensor, and torch's functions refuse it: a mean would be of local samples only.
+    Give it to :func:`convoy.loss`. torch's functions refuse it, because a mean over local samples only would be wrong.
 
     Args:
         tensor: output of the local samples, with its autograd graph.
@@ -185,7 +183,7 @@ class OutputPart:
 
     @property
     def attached(self) -> Tensor:
-        """The output of the local samples, with its gradient: only for a loss that is summed over the devices."""
+        """The output of the local samples, with its autograd graph. Use it only in a loss that is summed over devices."""
         return self._tensor
 
     def whole(self) -> Tensor:
@@ -194,7 +192,7 @@ class OutputPart:
         return redistribute(self.group, self.own, self._layout, everyone, self._shape).clone()
 
     def rows_of(self, y: Tensor) -> Tensor:
-        """Return the local samples' rows of a tensor, which has one row per sample of the global batch or per local one."""
+        """Return the local samples' rows of `y`, which has one row per sample of the global or the local batch."""
         start, stop = self.rows
         if y.dim() and len(y) == self.batch:
             return y[start:stop]

@@ -9,20 +9,20 @@ import torch
 from convoy.machine.accelerator import finish, queued
 
 MOST_QUEUED = 1000
-"""Most timed accelerator segments whose events are not yet read."""
+"""Number of timed segments on an accelerator after which finished events are read."""
 
 
 class Clock:
-    """Sums of the seconds that one device computes and communicates.
+    """A counter of the seconds that one device computes and communicates.
 
-    Events in an accelerator's stream time its work. They are read when they are done, so that nothing waits for them.
+    On an accelerator, events in its stream time the work. They are read after they complete, so the host never waits.
 
     Attributes:
         slowdown: factor by which sleeping prolongs each layer. On a CPU it multiplies processor time, so that other
             processes on the same cores do not prolong the sleep.
         exchange_s: seconds in which the host communicated, or waited for data to send.
         device: the device that computes.
-        now: the clock that the slowdown multiplies.
+        now: returns the time that the slowdown multiplies: processor time on a CPU, else wall-clock time.
     """
 
     def __init__(self, torch_device: torch.device, slowdown: float = 1.0) -> None:
@@ -36,7 +36,7 @@ class Clock:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of computing, slowdown included; on an accelerator of finished work only."""
+        """Compute seconds, including the slowdown. On an accelerator, only finished work counts."""
         self.read_events()
         return self._compute_s
 
@@ -55,9 +55,9 @@ class Clock:
         return self.segment({layer: 1.0}, phase)
 
     def segment(self, expected_s: Mapping[str, float], phase: str) -> "Computing | OnStream":
-        """Return a context that times several layers, and divides the time in proportion to their expected seconds.
+        """Return a context that times several layers together and divides the time by their expected seconds.
 
-        It yields a function that sleeps for the slowdown so far, to call before sending messages.
+        It yields a function that sleeps for the slowdown so far. Call that function before sending messages.
         """
         if self.device.type != "cpu" and self.slowdown == 1:
             return OnStream(self, expected_s, phase)
@@ -67,13 +67,13 @@ class Clock:
         return Exchanging(self)
 
     def settle(self) -> None:
-        """Wait until all queued work is done and counted."""
+        """Wait for all queued work, and add its times."""
         if self.queued:
             self.queued[-1][1].synchronize()
             self.read_events()
 
     def read_events(self) -> None:
-        """Count the queued work that is done."""
+        """Add the times of finished work."""
         while self.queued and self.queued[0][1].query():
             begin, end, expected_s, phase = self.queued.popleft()
             self.add(begin.elapsed_time(end) / 1e3, expected_s, phase)
@@ -85,11 +85,11 @@ class Clock:
             self._layers_s[layer, phase] += elapsed_s * (seconds / total if total else 1 / len(expected_s))
 
 
-# Classes, because every layer and exchange enters one: two generator contexts took as long as a small layer.
+# Every layer and exchange enters one of these classes: two generator contexts would take as long as a small layer.
 
 
 class Computing:
-    """A context in which layers are computed; see `Clock.segment`."""
+    """A context that times layers by the host's clock; see `Clock.segment`."""
 
     __slots__ = ("_begun", "_clock", "_expected_s", "_lap", "_phase", "_slowed", "_start")
 
@@ -119,7 +119,7 @@ class Computing:
 
 
 class OnStream:
-    """`Computing` on an accelerator, between two events of its stream."""
+    """A context that times layers on an accelerator by two events in its stream."""
 
     __slots__ = ("_begin", "_clock", "_expected_s", "_phase")
 

@@ -2,7 +2,7 @@
 
 A region is a run of consecutive layers in one segment (`convoy.plan.compile`). It ends where backward starts a gradient sum,
 which a compiled function would delay, and at every layer that is not a plain torch call (random numbers, user code, hooks) or
-frees its weights after use. All devices compile at the same step. It is used if it gives its layers' numbers.
+frees its weights after use. All devices compile at the same step. A compiled region runs only if its results match its layers'.
 """
 
 import importlib
@@ -28,7 +28,7 @@ from convoy.runtime.program import Program
 BACKEND = "inductor"
 
 WARM_UP = 3
-"""Runs of a program before its regions are compiled: a batch size that occurs once per epoch is not worth it."""
+"""Runs of a program before its regions are compiled: a batch size that occurs once per epoch is not worth compiling."""
 
 MOST_PROGRAMS = 8
 """Most programs that are compiled per model and device, over all batch sizes, modes and reshards."""
@@ -39,10 +39,10 @@ KINDS = ("conv", "conv_transpose", "linear", "filters", "batch_norm", "elementwi
 LONGEST = 24  # layers in a region
 
 MOST_S = 600.0
-"""Limit of the other devices' waits while one compiles: it cannot answer."""
+"""Least message timeout while devices compile: a compiling device does not answer."""
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""Allowed rounding error of a region, relative to the largest entry: sums are added in another order. Other dtypes: 0.1."""
+"""Allowed difference from the layers, relative to the largest entry: compiled sums run in another order. Others: 0.1."""
 
 _COMPILE_LOCK = threading.Lock()
 """Devices may be threads of one process, and torch compiles for one of them at a time."""
@@ -50,11 +50,11 @@ _COMPILE_LOCK = threading.Lock()
 
 @dataclass(slots=True)
 class CompiledRegion:
-    """Consecutive computations of a segment.
+    """Consecutive layers of a segment that are compiled as one function.
 
     Attributes:
-        stop: index, within the segment, of the first computation after the region.
-        reads, writes: values from outside; values used outside.
+        stop: index, within the segment, of the first layer after the region.
+        reads, writes: names of its inputs, and of its outputs that later layers use.
         plain: the uncompiled layers, as a torch.fx graph on this device's modules.
         seen: inputs of the last run, as meta tensors.
         function: the compiled function; None: run the layers.
@@ -68,7 +68,7 @@ class CompiledRegion:
     function: Callable[..., tuple[Tensor, ...]] | None = None
 
     def run(self, own: dict[str, Any]) -> int:
-        """Compute the outputs if compiled. Return the index of the first computation that remains."""
+        """Compute the outputs if compiled. Return the index of the next layer to compute."""
         inputs = [own[name] for name in self.reads]
         if self.function is None:
             self.seen = tuple(torch.empty_like(x, device="meta", requires_grad=x.requires_grad) for x in inputs)
@@ -78,17 +78,17 @@ class CompiledRegion:
 
 
 Regions = Mapping[tuple[int, int], CompiledRegion]
-"""By segment number and index of the region's first computation."""
+"""Regions by segment number and index of their first layer."""
 
 
 @dataclass
 class Compiler:
-    """The regions of one model on this device.
+    """A compiler of one model's regions on this device.
 
     Attributes:
-        left: programs that may still be compiled.
-        waits: compile nothing now, because plans are tried.
-        tried, used: regions compiled, and those of them with the right numbers.
+        left: number of programs that may still be compiled.
+        waits: compile nothing now, because Convoy is trying plans.
+        tried, used: number of regions compiled, and number whose results matched.
         refused: why the last refused region is not used; "" if none was.
     """
 
@@ -129,12 +129,10 @@ class Compiler:
         return f"{line}; {self.refused}" if self.refused else line
 
     def _compile(self, region: CompiledRegion, precision: torch.dtype | None, keep: bool) -> None:
-        """Use a compiled function if it gives the layers' outputs and gradients for random inputs."""
+        """Compile a region. Use it if its outputs and gradients match the layers' for random inputs."""
         self.tried += 1
-        device, generator = (
-            self.group.torch_device,
-            torch.Generator().manual_seed(0),
-        )  # the global one belongs to the training
+        device = self.group.torch_device
+        generator = torch.Generator().manual_seed(0)  # the global generator's state belongs to the training
         inputs = [torch.empty_like(x, device=device, requires_grad=False) for x in region.seen]
         for x, like in zip(inputs, region.seen, strict=True):
             random = torch.randn(x.shape, generator=generator) if x.is_floating_point() else torch.zeros(())
@@ -166,7 +164,7 @@ class Compiler:
 
 
 def compiled_by_torch(module: nn.Module) -> Callable[..., Any]:
-    # In this process: torch's helper processes would outlive the training.
+    # Compile in this process, because torch's helper processes would outlive the training.
     config: Any = importlib.import_module("torch._inductor.config")
     config.compile_threads = 1
     return torch.compile(module, backend=BACKEND, dynamic=False)
@@ -186,7 +184,7 @@ def _check_same_numbers(found: Sequence[Tensor | None], wanted: Sequence[Tensor 
 
 def regions_of(program: Program, traced: TracedModel, model: nn.Module) -> Regions:
     """Return the regions (two layers or more) of all segments of a program."""
-    starts: set[str] = set()  # backward starts a sum when it has the gradients of these layers
+    starts: set[str] = set()  # backward starts an all-reduce after these layers
     for fused in program.program.backward:
         layer = ""
         for operation in fused.operations if isinstance(fused, Fused) else ():
@@ -240,7 +238,7 @@ def _regions_in(
 
 
 def is_plain_call(layer: Layer, operation: Operation, model: nn.Module, *, whole: bool) -> bool:
-    """Return whether a layer only computes its output, by one call of a torch module or function, from `whole` parameters."""
+    """Return whether a layer is one torch call without side effects. `whole`: this device has all its parameters."""
     odd = layer.random or layer.several or layer.everywhere or layer.no_gradient_to or operation.attributes
     keeps_state = layer.changes_state and layer.kind != "batch_norm"
     if odd or keeps_state or layer.kind not in KINDS or not layer.differentiable:

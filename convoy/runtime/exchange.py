@@ -1,4 +1,4 @@
-"""Run the operations that make, copy, add and exchange buffers, and moves outside of device programs."""
+"""Run operations that make, copy, add and exchange buffers. Move tensors outside of device programs."""
 
 import functools
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ Buffers = dict[str, Any]
 
 
 class Slots:
-    """A cache of receive buffers for summands. Every step reuses them: allocating new pages in each round is slow."""
+    """A cache of receive buffers for sums. Every step reuses them, because allocating new memory pages is slow."""
 
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
@@ -38,7 +38,7 @@ class Lane:
 
     Args:
         number: number of the lane, see `Group.start`.
-        slots: receive buffers for summands.
+        slots: receive buffers for sums.
     """
 
     def __init__(self, group: Group, number: int, slots: Slots) -> None:
@@ -49,10 +49,10 @@ class Lane:
         """Run operations of one step.
 
         Args:
-            dtype: dtype of the buffers that they make, except buffers that are narrow or like another one.
+            dtype: dtype of new buffers, unless the operation says otherwise (`narrow`, `like`).
 
         Raises:
-            DeviceLostError: a device that had to send or receive did not.
+            DeviceLostError: another device did not send or receive.
         """
         for operation in operations:
             match operation:
@@ -109,14 +109,14 @@ def cut(buffers: Mapping[str, Any], part: Part) -> Tensor:
 
 
 class StartedMove:
-    """A started move of a tensor of `shape` from layout `src` to layout `dst`. Do not change `shard` before `land`.
+    """An asynchronous move of a tensor from layout `src` to layout `dst`. Do not change `shard` before `land`.
 
-    A sum in dependent rounds is complete when the constructor returns.
+    Only an all-reduce in several rounds is not asynchronous: the constructor waits for it.
 
     Args:
         shard: the local shard under `src`, or an empty tensor of the right dtype.
-        wire: number format of the messages. Rounded copies are bitwise equal on all devices; a tensor that only one device
-            holds under `dst` is rounded only where it was sent.
+        wire: number format of the messages. If several devices get copies, all have the same rounded values; else only
+            received entries are rounded.
     """
 
     def __init__(
@@ -142,6 +142,6 @@ class StartedMove:
 
 
 def redistribute(group: Group, shard: Tensor, src: Layout, dst: Layout, shape: Shape) -> Tensor:
-    """Move a tensor between these layouts. On a device without a shard under `src`, `shard` only gives the dtype."""
+    """Return the shard under `dst` of a tensor. On a device without a shard under `src`, `shard` only gives the dtype."""
     held = shard if box(src, group.device, shape) is not None else shard.new_empty((0, *shape[1:]))
     return StartedMove(group, schedule_of(src, dst, shape), held, src, dst, shape).land()

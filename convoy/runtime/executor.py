@@ -15,8 +15,7 @@ from convoy.errors import InputError
 from convoy.layout.layout import Split, holders
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import TracedModel, bind_operation
-from convoy.model.tracing.layer_builder import is_of_user
-from convoy.model.tracing.python_state import refuse_changes, subtree
+from convoy.model.tracing.python_state import is_of_user, refuse_changes, subtree
 from convoy.plan import device_program as ops
 from convoy.plan.compile import check_programs, compile_all, compile_device, without_gradients
 from convoy.plan.lower import lower
@@ -166,7 +165,11 @@ class Executor:
                     if number >= ready:
                         inputs = [own[name] for name in op.reads]
                         with torch.set_grad_enabled(keep and self.traced.graph[op.layer].differentiable):
-                            own[op.writes[0]] = self._call(op, inputs, whole=op.layer in bound.whole)
+                            if op.layer in bound.whole:
+                                own[op.writes[0]] = self.calls[op.layer](inputs, op.size.samples)
+                            else:  # a sharded layer's module cannot be called itself
+                                run = self.arithmetic[op.layer]
+                                own[op.writes[0]] = run.forward(inputs, op.size.samples, False, op.wants)[0]
                         del inputs
                     for name in drops:
                         own.pop(name, None)  # values inside a compiled region are not in the dict
@@ -174,12 +177,6 @@ class Executor:
         buffers.update(zip(fused.writes, map(kernels.detached, made), strict=True))
         if keep:
             tape.fused[fused.number] = (begin, tuple(map(kernels.edge_of, made)))
-
-    def _call(self, op: ops.Compute, inputs: Sequence[Any], *, whole: bool) -> Any:
-        """Return a layer's output with its autograd graph. A sharded layer's module cannot be called itself."""
-        if whole:
-            return self.calls[op.layer](inputs, op.size.samples)
-        return self.arithmetic[op.layer].forward(inputs, op.size.samples, False, op.wants)[0]
 
     def _expected_s(self, fused: ops.Fused, program: Program) -> dict[str, float]:
         key = (fused.number, fused.phase)
@@ -233,16 +230,16 @@ class Executor:
         """Run backward.
 
         Args:
-            left: unsummed gradients of earlier micro-batches, added before the sums.
+            left: unsummed gradients of earlier micro-batches, added before the all-reduces.
 
         Returns:
             the gradients of the local parameters, by key, each in its own memory; and those of the inputs, None where this
             device gets none.
         """
-        program = self._with(tape.program, output_gradients, frozenset(left or ()))
+        program = self._variant(tape.program, output_gradients, frozenset(left or ()))
         buffers: Buffers = {ops.output_gradient(i): g for i, g in enumerate(output_gradients) if g is not None}
         before = {key: gradient for key, gradient in (left or {}).items() if gradient is not None}
-        # Earlier micro-batches left the summed shard of a sharded parameter, not a summand: add it after the sums.
+        # For a sharded parameter, earlier micro-batches left a summed shard: add it after the reduce-scatter.
         found: Found = {key: gradient for key, gradient in before.items() if key not in tape.program.into_shares}
         # After a regroup, sums of this backward must not send to the new group.
         sums = Sums(present(self.group), program.sums, self.slots, self._worker)
@@ -274,8 +271,8 @@ class Executor:
         assert parameter is not None
         return parameter
 
-    def _with(self, program: Program, output_gradients: Sequence[Tensor | None], left: frozenset[str]) -> Program:
-        """Return the variant of a program for missing output gradients and gradients left unsummed."""
+    def _variant(self, program: Program, output_gradients: Sequence[Tensor | None], left: frozenset[str]) -> Program:
+        """Return the program compiled for these missing output gradients and these unsummed gradients."""
         missing = frozenset(i for i, g in enumerate(output_gradients) if g is None)
         missing &= set(program.program.output_gradients)
         key = (missing, left if missing else frozenset())
@@ -384,14 +381,14 @@ def _call_checked(layer: Layer, call: Callable[..., Any], inputs: Sequence[Any],
     found = tuple(first.shape) if isinstance(first, Tensor) else type(first).__name__
     if found != layer.batch_shape(samples):
         raise InputError(
-            f"after its hooks, layer {layer.name!r} gives {found}, without them {layer.batch_shape(samples)}: hooks may change "
-            "numbers; change shapes in a forward"
+            f"after its hooks, layer {layer.name!r} gives {found}, without them {layer.batch_shape(samples)}: hooks may "
+            "change values, but not shapes; change shapes in forward()"
         )
     return y
 
 
 Expected = Callable[[Layer, Phase, ops.LocalSize], float]
-"""Function that returns the expected seconds of one phase of a layer's local part."""
+"""Function that returns the expected seconds of one phase (forward, backward) of a layer on its local shard."""
 
 
 def by_arithmetic(layer: Layer, _phase: Phase, size: ops.LocalSize) -> float:
@@ -406,7 +403,7 @@ CHECKED_DEVICES = 16
 """Largest fleet whose programs are checked against each other before the first step: more would take seconds."""
 
 StateDevices = dict[str, set[int]]
-"""Devices on which each layer that changes its own state has run."""
+"""For each layer that changes its own state, the devices that have run it."""
 
 
 class ProgramCache:
@@ -414,10 +411,10 @@ class ProgramCache:
 
     Args:
         executors: one per mode (True: training).
-        state_devices: kept when the plan changes, because the layers' state is.
+        state_devices: shared by successive plans, because layers keep their state when the plan changes.
 
     Attributes:
-        programs: by mode, batch size, destination of input gradients, and kind of micro-batch.
+        programs: by mode, batch size, requested input gradients, and kind of micro-batch.
     """
 
     def __init__(self, in_use: PlanInUse, executors: Mapping[bool, Executor], state_devices: StateDevices) -> None:

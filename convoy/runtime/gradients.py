@@ -31,7 +31,7 @@ A key is missing if backward reached the parameter on no device: the loss does n
 
 @dataclass(slots=True)
 class OneSum:
-    """Operations that sum `buffer` in place; `result` is the buffer that this device keeps."""
+    """One gradient sum: operations that work on `buffer` in place, and the buffer with this device's `result`."""
 
     buffer: str
     result: str
@@ -40,7 +40,7 @@ class OneSum:
 
 @dataclass(frozen=True)
 class SumLane:
-    """The gradient sums of a program, by step and in order, and the waits for messages received in place after them."""
+    """The gradient sums of a program in order, by step, and the waits for messages that end after them (`behind`)."""
 
     sums: Mapping[int, OneSum]
     behind: list[Operation]
@@ -71,7 +71,7 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._name = name
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._works = False
+        self._running = False
         self._lock = threading.Lock()
         self._stream: torch.Stream | None = None
 
@@ -84,7 +84,7 @@ class Worker:
         """Queue a task. It must not raise."""
         with self._lock:
             self._tasks.put(task)
-            starts, self._works = not self._works, True
+            starts, self._running = not self._running, True
         if starts:
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
 
@@ -99,13 +99,13 @@ class Worker:
                 return self._tasks.get(timeout=IDLE_S)
             except queue.Empty:
                 with self._lock:
-                    self._works = not self._tasks.empty()
-                    if not self._works:
+                    self._running = not self._tasks.empty()
+                    if not self._running:
                         return None
 
 
 class Sums:
-    """The gradient sums of one backward. They overlap with backward: each starts when its summands are ready.
+    """The gradient sums of one backward. They overlap with it: each starts when its local gradients are ready.
 
     A thread runs them one after another on its own lane of the group; it mostly waits for the network. A group with a single
     lane runs each sum immediately instead. Every device runs its sums in program order: a sum that is ready early waits for
@@ -114,7 +114,7 @@ class Sums:
 
     Args:
         lane: the program's sums.
-        slots: receive buffers for summands, reused by all steps.
+        slots: receive buffers, reused by all steps.
         worker: the thread that runs the sums, and its stream on an accelerator.
 
     Attributes:
@@ -133,19 +133,17 @@ class Sums:
         self.shares: Buffers = {}
 
     def begin(self, step: int, flat: Tensor) -> None:
-        """Sum `flat`, whose summands are complete, in place when the earlier sums have started."""
+        """Sum `flat` over the devices in place, after all earlier sums have started. Its local gradients are complete."""
         self._ready[step] = flat
         while self._order and self._order[0] in self._ready:
             turn = self._order.pop(0)
-            self._start(turn, self._ready.pop(turn))
-
-    def _start(self, step: int, flat: Tensor) -> None:
-        if self.group.lanes == 1:
-            self._run(step, flat)
-            return
-        self._done[step] = threading.Event()
-        begins = None if flat.device.type == "cpu" else queued(flat.device)
-        self._worker.add(partial(self._in_thread, step, flat, begins))
+            flat = self._ready.pop(turn)
+            if self.group.lanes == 1:
+                self._run(turn, flat)
+                continue
+            self._done[turn] = threading.Event()
+            begins = None if flat.device.type == "cpu" else queued(flat.device)
+            self._worker.add(partial(self._in_thread, turn, flat, begins))
 
     def _run(self, step: int, flat: Tensor) -> None:
         one = self._sums[step]
@@ -160,19 +158,15 @@ class Sums:
                 if begins is None:
                     self._run(step, flat)
                 else:
-                    self._run_on_stream(step, flat, begins)
+                    stream = self._worker.stream(flat.device)
+                    begins.wait(stream)
+                    flat.record_stream(stream)
+                    with stream:
+                        self._run(step, flat)
+                        self._ends[step] = queued(flat.device)
         except BaseException as error:
             self._error = self._error or error
         self._done[step].set()
-
-    def _run_on_stream(self, step: int, flat: Tensor, begins: torch.Event) -> None:
-        """Run a sum on the thread's stream, so that it does not wait for work that backward queues meanwhile."""
-        stream = self._worker.stream(flat.device)
-        begins.wait(stream)
-        flat.record_stream(stream)
-        with stream:
-            self._run(step, flat)
-            self._ends[step] = queued(flat.device)
 
     def wait(self, step: int) -> None:
         """Wait for one sum. On an accelerator the current stream waits for it, the host only for its messages."""
@@ -224,7 +218,7 @@ class SegmentSums:
 
     @contextmanager
     def watching(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """Collect, by hooks, every gradient of these parameters that a sum waits for, inside the block."""
+        """Inside the block, collect by hooks the gradients of these parameters that a sum waits for."""
         waited = set().union(*self._missing.values())
         hooks: list[Any] = [
             p.register_hook(lambda g, key=key: self.collect(key, g.detach()))  # type: ignore[no-untyped-call]
@@ -270,7 +264,7 @@ def packed(operation: Pack, found: Found, model: nn.Module, group: Group) -> Ten
         model.get_parameter(key).detach().new_zeros(size) if g is None else g.reshape(-1) for g, size, key in gradients
     ]
     if operation.flags:
-        # Flags of 0 or 1, summed to a count of devices: no wire format rounds a count of 1 to zero.
+        # A flag (0 or 1) per parameter becomes the number of devices that used it. No wire format rounds 1 to zero.
         used = [float(found.get(key) is not None) for key in operation.keys]
         parts.append(torch.tensor(used, device=group.torch_device).to(parts[0]))
     if operation.into:
@@ -302,9 +296,9 @@ def collect(found: Found, key: str, gradient: Tensor | None) -> None:
 
 
 def own_memory(parameter: nn.Parameter, gradient: Tensor, taken: set[int]) -> Tensor:
-    """Return a gradient in its own memory, which autograd may use as `.grad`: in none of the storages `taken`.
+    """Return a gradient that autograd may use as `.grad`: a copy if it shares its storage (see `taken`).
 
-    `a` and `b` of `a + b` get the same gradient tensor.
+    For example, `a` and `b` in `a + b` get the same gradient tensor.
     """
     gradient = gradient.view_as(parameter)
     storage = gradient.untyped_storage()
@@ -315,7 +309,7 @@ def own_memory(parameter: nn.Parameter, gradient: Tensor, taken: set[int]) -> Te
 
 
 def global_norm(group: Group, gradients: Iterable[tuple[Tensor, bool]], norm_type: float = 2.0) -> float:
-    """Return the norm of all gradients together: of each held here, and whether this device counts it (copies count once)."""
+    """Return the norm over all devices. `gradients`: local ones, and whether to count each (only one device counts a copy)."""
     own = [g for g, counts in gradients if counts and g.numel()]
     powers = [torch.linalg.vector_norm(in_float64(g), norm_type) for g in own]
     if norm_type == float("inf"):

@@ -47,9 +47,9 @@ def in_precision(call: Call, dtype: torch.dtype | None, device: str) -> Call:
 
 
 def _call_on_shard(module: Any, layer: Layer) -> Call:
-    """Return a convolution or linear layer for the filters, input channels or groups of this device's weight.
+    """Return a call that computes a convolution or linear layer with this device's shard of its weight.
 
-    Of the summands of a pending sum only one has the bias.
+    If devices compute partial sums, only one of them has the bias.
     """
 
     def bias() -> Tensor | None:
@@ -78,10 +78,10 @@ def _call_on_shard(module: Any, layer: Layer) -> Call:
 
 
 class Arithmetic:
-    """The arithmetic of one layer on one device, in an autograd graph of its own: its inputs are detached.
+    """Forward and backward of one layer on one device. Each layer has a separate autograd graph with detached inputs.
 
     Args:
-        call: computes the layer's output on the parameters of `model`, which are local shards.
+        call: computes the layer's output from the parameters of `model`, which are local shards.
     """
 
     def __init__(self, model: nn.Module, layer: Layer, call: Call) -> None:
@@ -90,7 +90,7 @@ class Arithmetic:
         self._keys = {key: p.key for key, p in layer.parameters.items() if p.trainable}
 
     def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:
-        """Return the output, and what backward needs (None unless `keep`). `batch` counts the samples on this device."""
+        """Return the output, and the state for backward (None unless `keep`). `batch`: samples on this device."""
         if not keep:
             return self.call(inputs, batch), None
         with torch.enable_grad():
@@ -99,13 +99,13 @@ class Arithmetic:
         return detached(y), (Roots(roots, wants), edge_of(y))
 
     def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all", last: bool = True) -> Gradients:
-        """Return the gradients of the inputs that `wants` marks and of the parameters, or of one kind alone.
+        """Return the gradients of the inputs marked in `wants` and of the parameters; `part` may select one of the two.
 
         Args:
-            last: the other kind has been computed, or is not needed.
+            last: no later call needs the graph.
         """
         roots, y = saved
-        # Taken from the model now: a sharded parameter is whole only during a step.
+        # Read the parameters only now, because a sharded parameter is whole only during a step.
         keys = {} if part == "input" else self._keys
         edges = [] if part == "weight" else roots.edges
         sources = [*edges, *map(self._model.get_parameter, keys.values())]
@@ -118,7 +118,7 @@ class Arithmetic:
 def backward_by_rows(
     run: Arithmetic, saved: Sequence[tuple[int, Any]], g: Tensor, wants: Sequence[bool], part: Part, last: bool
 ) -> Gradients:
-    """Return the gradients of a layer that computed its rows in several calls: (number of rows, what `forward` saved)."""
+    """Return the gradients of a layer that ran forward in several calls. `saved`: for each, its rows and its state."""
     parts = torch.split(g, [rows for rows, _ in saved])
     found = [run.backward(each, row, wants, part, last) for (_, each), row in zip(saved, parts, strict=True)]
     own: Found = {}
@@ -188,7 +188,7 @@ def enter(x: Tensor) -> Tensor:
 
 
 class Roots:
-    """The edges at which autograd takes gradients, one for each tensor that needs one.
+    """The graph edges at which autograd returns gradients, one for each tensor that needs a gradient.
 
     It holds no tensor, so a layer that does not need its input in backward does not keep it.
     """

@@ -1,12 +1,12 @@
-"""Refuse what a step would ignore or compute wrongly: changes of the model, and devices with different numbers.
+"""Check before each step that the model has not changed in an unsupported way, and that the devices agree.
 
 Three kinds of hooks act as on one device: hooks on the distributed model, whose outputs are those of the global batch;
 forward hooks registered on modules before `distribute`, which every device then computes for the global batch; and hooks on
 parameters that every device holds whole, because autograd gets their summed gradients. Any other hook would see a shard or
 not run.
 
-The devices also compare model, plan, global batches, losses and copies of parameters, because a difference would silently
-change the results: batches and losses up to rounding, at steps 1, 2, 4, 8, ... and at the first batch of each size.
+The devices also compare model, plan, global batches, losses and copies of parameters: a difference would silently change the
+results. They compare batches and losses at steps 1, 2, 4, 8, ... and at the first batch of each size, up to rounding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -91,7 +91,7 @@ class ModelChecks:
 
 
 def carry_over(new: nn.Parameter, old: Tensor) -> None:
-    """Let the hooks of one parameter act on another until they are removed."""
+    """Give `new` the hooks of `old`. Both share the hook tables, so removing a hook works for both."""
     for kind in ON_PARAMETERS:
         if hooks := getattr(old, kind, None):
             setattr(new, kind, hooks)
@@ -155,7 +155,7 @@ def _refuse_on_module(model: nn.Module, hooks: dict[int, Any]) -> NoReturn:
 # --- comparisons between devices ----------------------------------------------------------------------------------------
 
 TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-2
-"""Relative to the sum of absolute values. CPUs and GPUs round a loss differently, in bfloat16 too."""
+"""Allowed differences, relative to the sum of absolute values. CPUs and GPUs round differently, also in bfloat16."""
 
 COPY_TOLERANCE = 5e-3  # relative to a parameter's largest entry
 
@@ -196,7 +196,7 @@ class Comparisons:
             group,
             "call of the model",
             steps.micro_batch,
-            "is on another side of no_sync(), or at another micro-batch of the step,",
+            "has another state of no_sync(), or is at another micro-batch of the step,",
         )
         everyone = everywhere(group.devices)
         rows = zip(inputs.tensors, steps.inputs, inputs.wholes, strict=True)
@@ -205,7 +205,7 @@ class Comparisons:
         return True
 
     def check_gradients(self, outputs: Sequence[Value], gradients: Sequence[Tensor | None]) -> None:
-        """Check that the output gradients are the same on every device; for local outputs, that all devices have one."""
+        """Check that the devices have the same output gradients; for local outputs, only that all have one."""
         local = [not isinstance(value.layout, Replicated) for value in outputs]
         rows = zip(gradients, local, strict=True)
         _check_same(
@@ -236,13 +236,13 @@ def check_copies(group: Group, copies: Mapping[str, Tensor]) -> None:
                 one, other = group.ids[0], group.ids[device]
                 raise MismatchError(
                     f"the copies of {key!r} on device {one} and device {other} are no longer the same: only one of them "
-                    "changed its weights, by an optimizer with another learning rate, say, a skipped step, or code under "
-                    "`if rank == 0:`; do the same on every device"
+                    "changed its weights (another learning rate? a skipped step? code under `if rank == 0:`?); do the same "
+                    "on every device"
                 )
 
 
 def sample_of(p: Tensor) -> list[float]:
-    """Return a parameter's largest magnitude and a few of its entries. NaN and infinity count as zero."""
+    """Return a parameter's largest absolute value and a few of its entries. NaN and infinity count as zero."""
     if not p.numel():
         return [0.0]
     entries = p.reshape(-1)

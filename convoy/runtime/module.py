@@ -44,10 +44,10 @@ class Distributed(nn.Module):
     local outputs, for `convoy.loss`. Its parameters, under their ordinary names, are local shards; optimizers work on them.
 
     Args:
-        model: an ordinary module; device 0's weights are used. It may be on the meta device on all devices but 0. If it is
-            so on device 0 too, call `load_state_dict` before the first step.
+        model: an ordinary module with device 0's weights. On other devices it may be on the meta device. If it is so on
+            device 0 too, call `load_state_dict` before the first step.
         example: one batch of each input, for the shapes.
-        slowdown: emulates a device that is slower by this factor.
+        slowdown: emulate a device that is slower by this factor.
         fuse: run autograd on all layers between two exchanges as one graph; False: on each layer by itself.
         compile: run layers through torch.compile (see `convoy.runtime.compiled`); equal up to rounding.
         takes_over: use the model's own modules, and its own parameters if every device has them whole. Shards replace the
@@ -56,10 +56,10 @@ class Distributed(nn.Module):
     Attributes:
         reshards: number of reshards.
         layouts: layout of each parameter and buffer, by its key in `state_dict`.
-        takes_whole: inputs are global batches, without `whole=True`.
+        takes_whole: treat inputs as global batches, even without `whole=True`.
         finished_steps, repeats: counted by `convoy.train.Members`; if `repeats` changes, a loader repeats the batches since
             the last finished step.
-        guard: begins an epoch of a loader, which communicates with the other devices; None: the loader does so itself.
+        guard: called with a loader to begin its epoch together with the other devices; None: use `loader.begin`.
         stale: the devices have changed since the loader returned its last batch: using it raises StaleBatchError.
         precision: number type of the layers' arithmetic (see `compute_in`); None: the model's own, or the caller's autocast.
 
@@ -138,9 +138,9 @@ class Distributed(nn.Module):
             raise StaleBatchError("the devices have changed since this batch was loaded: the loader returns it again")
         if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
             raise InputError(
-                "DistributedDataParallel around a distributed model, which sums gradients itself: leave it out"
+                "DistributedDataParallel around a distributed model, which sums gradients itself: remove that wrapper"
             )
-        self.weights.check_there()
+        self.weights.check_loaded()
         given = read_inputs(inputs, others, batch, whole or (self.takes_whole and batch is None), self._announced)
         training, graph = self.training, self.traced[self.training].graph
         program = self._programs.get(training, given.batch, given.wanted, self._accumulation.kind())
@@ -216,9 +216,9 @@ class Distributed(nn.Module):
         self._programs = ProgramCache(self._in_use, self._executors, self._state_devices)
 
     def enter(self, plan: Plan) -> None:
-        """Continue with a plan for another generation of the group, without an interrupted step.
+        """Switch to a plan for the devices after a regroup, and discard an interrupted step.
 
-        `SnapshotStore.restore` moves the state.
+        `SnapshotStore.restore` then restores weights and optimizer state.
         """
         plan.check(self.traced[True].graph, self.group.devices)
         expected = {mode: executor.expected_s for mode, executor in self._executors.items()}
@@ -376,15 +376,13 @@ class Distributed(nn.Module):
         )
 
     def _replicate_for_data_parallel(self) -> NoReturn:
-        raise InputError(
-            "DataParallel around a distributed model, which uses all devices itself: leave DataParallel out"
-        )
+        raise InputError("DataParallel around a distributed model, which uses all devices itself: remove DataParallel")
 
     def __setattr__(self, name: str, value: Any) -> None:
         inner = self.__dict__.get("_modules", {}).get("module")
         if inner is not None and name not in self.__dict__ and not hasattr(type(self), name):
             if hasattr(inner, name):
-                # The inner forward reads it there; if the trace has read it, the next step is refused.
+                # The model's forward reads the attribute there; if tracing has read it, the next step is refused.
                 setattr(inner, name, value)
                 return
             if isinstance(value, nn.Module | nn.Parameter):

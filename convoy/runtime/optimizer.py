@@ -22,7 +22,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     `torch.nn.utils.clip_grad_norm_` would take the norm of the local shards, so each device would scale by another factor.
     This function combines the norms of all shards, counts copies once, and scales by the same factor everywhere.
 
-    Return the norm before clipping. An ordinary model is given to torch's own function.
+    Return the norm before clipping. For an ordinary model, call torch's own function.
     """
     if isinstance(model, Distributed):
         return model.clip_grad_norm_(max_norm, norm_type)
@@ -60,10 +60,10 @@ def full_optimizer_state(model: Distributed, optimizer: Optimizer) -> dict[str, 
 
 
 def described(name: str, value: Any, parameter: Tensor) -> dict[str, Any]:
-    """Describe one entry of a parameter's optimizer state as JSON, on a device that holds a shard of the parameter.
+    """Describe one entry of a parameter's optimizer state in JSON. The device must hold a shard of the parameter.
 
     Returns:
-        {"kind": "tensor", "dtype"} for a tensor of the parameter's own shape, with the parameter's layout;
+        {"kind": "tensor", "dtype"} for a tensor with the parameter's shape and layout;
         {"kind": "number", "value", "dtype", "near"} for another tensor; near: it is on the parameter's device;
         {"kind": "plain", "value"} for None and other numbers and strings.
     """
@@ -75,7 +75,7 @@ def described(name: str, value: Any, parameter: Tensor) -> dict[str, Any]:
     if value is None or isinstance(value, bool | int | float | str):
         return {"kind": "plain", "value": value}
     raise InputError(
-        f"the optimizer's state has {name!r} as a {type(value).__name__}: only tensors, numbers and texts can be moved or "
+        f"the optimizer's state has {name!r} as a {type(value).__name__}: only tensors, numbers and strings can be moved or "
         f"saved; use one of {elementwise_names()}"
     )
 
@@ -95,9 +95,9 @@ class WeightAverage:
     the average moves with it: to other devices at a reshard, into `convoy.train.full_optimizer_state`, into checkpoints and
     back. The average of a parameter starts with its weights after its first step.
 
-    Buffers are not averaged, as by torch's default: batch norm keeps the statistics of the trained weights. Compute those of
-    the averages with `torch.optim.swa_utils.update_bn`, or use `AveragedModel(model, use_buffers=True)` between reshards.
-    Both are exact under every plan.
+    Like torch's default, it averages no buffers: batch norm keeps the statistics of the trained weights. For statistics of the
+    averages, call `torch.optim.swa_utils.update_bn`, or use `AveragedModel(model, use_buffers=True)` between reshards. Both
+    are exact under every plan.
 
     ::
 
@@ -109,7 +109,7 @@ class WeightAverage:
             weights = model.full_state_dict()
 
     Args:
-        optimizer: of the weights; its class must be in `convoy.train.ELEMENTWISE`.
+        optimizer: the weights' optimizer; its class must be in `convoy.train.ELEMENTWISE`.
         decay: decay per step; 0 to 1.
     """
 
@@ -129,7 +129,7 @@ class WeightAverage:
         if known:
             self._update([optimizer.state[p][self.STATE] for p in known], known, None)
         for parameter in parameters:
-            # After its first gradient only, because optimizers initialise a state only if it is empty.
+            # Wait for the first gradient, because optimizers initialise a parameter's state only if it is empty.
             if parameter.grad is not None and self.STATE not in optimizer.state.get(parameter, {}):
                 optimizer.state[parameter][self.STATE] = parameter.detach().clone()
 

@@ -26,7 +26,7 @@ PRECISIONS: Mapping[str, torch.dtype | None] = {"float32": None, "bf16": torch.b
 
 
 def check_kinds(precision: str, devices: Sequence[str]) -> None:
-    """Check a precision against the command line's device names before the run starts."""
+    """Raise InputError if the devices of the command line cannot use a precision."""
     dtype_named(precision)
     on_cpu = [name for name in devices if name.startswith("cpu") or (name == "auto" and accelerator() is None)]
     if precision == "fp16" and on_cpu:
@@ -86,11 +86,11 @@ class UnderAutocast(nn.Module):
 class GradScaler(torch.amp.GradScaler):
     """torch's GradScaler for fp16 on several devices: an overflow on one device skips the step on all.
 
-    torch's own looks at local shards only, so one device could skip a step that others take. Use this one in the same places,
-    on every device, for a distributed model or an ordinary one, with the options of torch.amp.GradScaler.
+    torch's GradScaler checks local shards only, so one device could skip a step that others take. Use this class in its place
+    on every device, for a distributed or an ordinary model, with the options of torch.amp.GradScaler.
 
     Attributes:
-        skips: the gradients unscaled last have overflowed, so the step is skipped.
+        skips: the last unscaled gradients have overflowed, so the step is skipped.
     """
 
     def __init__(self, model: nn.Module, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Prepare device programs for the executor: group operations, find buffers to drop and devices that draw random numbers."""
+"""Prepare device programs for the executor: group operations, find buffers to free and devices that draw random numbers."""
 
 import operator
 import random
@@ -38,11 +38,11 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class BoundFused:
-    """The properties of a segment that the executor needs in addition to its operations.
+    """A segment's properties that the executor needs in addition to its operations.
 
     Attributes:
-        wants: for each value it reads, whether it has a gradient.
-        drops: for each computation in forward, the segment's own values that no later one reads.
+        wants: for each value that the segment reads, whether it needs a gradient.
+        drops: for each layer in forward, the values to free after it: no later layer reads them.
         whole: layers whose module can be called, because this device holds all of their parameters.
     """
 
@@ -59,12 +59,12 @@ class Program:
         reached: parameters whose gradient backward computes on any device.
 
     Attributes:
-        gathered: sharded parameters that this device computes with, gathered in this micro-batch or an earlier one.
+        gathered: sharded parameters that this device gathers whole, in this micro-batch or an earlier one.
         freed: gathered parameters that are freed after use.
         into_shares: parameters whose gradients are reduce-scattered.
-        waiting: parameters that every device uses and whose gradients a later micro-batch sums.
+        waiting: parameters that every device uses, and whose gradients are summed in a later micro-batch.
         random: the devices that draw random numbers.
-        owned_outputs: for each output, whether only the caller keeps its memory.
+        owned_outputs: for each output, whether the model no longer needs its memory.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Program:
 
 
 def _is_owned(graph: Graph, name: str, readers: int) -> bool:
-    """Return whether no other layer keeps a value's memory: it is new, or a view of memory that nothing else reads."""
+    """Return whether no other layer uses a value's memory: it is new, or a view of memory that nothing else reads."""
     layer = graph[name]
     if layer.kind == "input" or len(graph.readers[name]) > readers or (readers and name in graph.outputs):
         return False
@@ -123,7 +123,7 @@ def _layer_of(step: Any) -> str:
 
 
 def _items(operations: Sequence[ops.Operation], kept: set[str], dtypes: Mapping[int, torch.dtype]) -> list[Item]:
-    """Group the operations that run in one call, and find the buffers to drop after each group."""
+    """Group the operations that run in one call, and find the buffers to free after each group."""
     rows: list[tuple[list[ops.Operation], torch.dtype | None]] = []
     for operation in operations:
         made = dtypes.get(operation.step) if isinstance(operation, ops.Make) and not operation.like else None
@@ -169,11 +169,11 @@ def _bound(fused: ops.Fused, graph: Graph, model: nn.Module, gathered: Collectio
 
 
 class RandomNumbers:
-    """The devices that draw random numbers in forward. Scripts draw too, and need the same numbers on every device.
+    """The devices that draw random numbers in forward. After it, scripts must draw the same numbers on every device.
 
     Attributes:
         split: several devices draw, each for its shard of the batch or the channels (dropout).
-        alone: the only device that runs a module, with the draws of a single-device run; None: no such module.
+        alone: the device that runs a random layer alone and draws as in a single-device run; None: no such layer.
     """
 
     def __init__(self, steps: StepList, graph: Graph) -> None:

@@ -62,12 +62,12 @@ def _check_optimizer(optimizer: Optimizer, held: Mapping[str, nn.Parameter], mov
     strange = [p for p in shards.works_on(optimizer) if p not in keys]
     if strange:
         raise InputError(
-            f"{name} works on {len(strange)} parameters that this model does not have: give reshard() the optimizers that "
-            "were made from its parameters()"
+            f"{name} works on {len(strange)} parameters that this model does not have: give reshard() the optimizers of its "
+            "parameters()"
         )
     if type(optimizer) not in shards.ELEMENTWISE and any(keys[p] in moved for p in shards.works_on(optimizer)):
         raise InputError(
-            f"{name} is not known to treat each entry of a parameter by itself, and this plan moves parts of parameters: "
+            f"{name} is not known to treat each entry of a parameter by itself, and this plan moves parameter shards: "
             f"use one of {shards.elementwise_names()}, or convoy.train.ELEMENTWISE.add({name}) if it does"
         )
 

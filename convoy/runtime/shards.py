@@ -157,7 +157,7 @@ ELEMENTWISE: set[type[Optimizer]] = {
     torch.optim.ASGD,
     torch.optim.Rprop,
 }
-"""Optimizers that treat each entry of a parameter by itself, so that shards train like the whole parameter.
+"""Optimizers that update each entry of a parameter by itself, so that shards train like the whole parameter.
 
 Add your own class if it does: `convoy.train.ELEMENTWISE.add(Lion)`. LBFGS (products over all parameters), Adafactor (row
 and column means) and Muon (whole matrices) do not; they are exact if every device has whole copies."""
@@ -183,7 +183,7 @@ def guard_optimizers() -> None:
 
 
 def check_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-    """Raise InputError if a step would train nothing, or would not be exact on the local shards."""
+    """Raise InputError if an optimizer step would train nothing, or would be wrong on local shards."""
     name, parameters = type(optimizer).__name__, works_on(optimizer)
     check_summed(f"{name}.step()", parameters)
     # The original model may be trained too: then it has gradients.
@@ -238,13 +238,13 @@ def check_gradients(what: str, parameters: Iterable[nn.Parameter]) -> None:
 
 
 class OwnGradients:
-    """The gradients that one backward returns for shards and partial sums, to find what the loss itself adds to them.
+    """A check that the loss adds no gradients of its own (a penalty on weights) to sharded or unsummed parameters.
 
-    A penalty on a shard has another value on each device, and one on a partial sum would be added once per device.
+    A penalty on a shard differs between devices; one on an unsummed parameter would be added once per device.
 
     Attributes:
-        task: autograd's number of the backward.
-        several: the loss has several forwards; the sum of their gradients cannot be compared.
+        task: autograd's id of this backward.
+        several: the loss uses several forwards, so the gradients cannot be compared.
     """
 
     def __init__(self, task: int, gradients: Iterable[Tensor], parameters: Sequence[nn.Parameter]) -> None:
@@ -256,7 +256,7 @@ class OwnGradients:
             p._backward_hooks = self._hooks  # type: ignore[assignment]
 
     def _compare(self, gradient: Tensor | None) -> None:
-        # autograd adds gradients of a tensor in place, which changes the version, or in new memory.
+        # autograd adds another gradient in place, which changes the version, or in new memory.
         if gradient is not None and self._versions.get(gradient.data_ptr()) != gradient._version:
             self._others += gradient.numel() > 0
 

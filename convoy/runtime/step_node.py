@@ -26,7 +26,7 @@ from convoy.runtime.program import Program
 class Accumulation:
     """The gradient accumulation of the current step. Marks on the parameters show which gradients are unsummed.
 
-    An unsummed gradient is a pending sum: the gradient is the sum of all devices' `.grad`.
+    The true gradient of a marked parameter is the sum of all devices' `.grad`.
 
     Attributes:
         sums: whether the next micro-batch sums gradients over the devices.
@@ -52,17 +52,17 @@ class Accumulation:
     def begin(self, parameters: Mapping[str, nn.Parameter], reached: Iterable[str], *, sums: bool) -> Found:
         """Take the unsummed gradients of earlier micro-batches out of `.grad` and return them.
 
-        Backward adds the new gradients to them, and sums both if `sums`, so that autograd gets those of all micro-batches.
+        Backward adds them to the new gradients. If `sums`, it sums the result over the devices.
 
         Args:
-            parameters: those that require a gradient, by key.
-            reached: keys of those that get a gradient in this backward.
+            parameters: parameters that require a gradient, by key.
+            reached: keys of parameters that get a gradient in this backward.
         """
         task = torch._C._current_graph_task_id()
         if self._backward == (task, not sums):
             raise InputError(
-                "one backward runs through a forward inside no_sync() and one outside: for all parts of a loss, call the "
-                "model inside, or for all of them outside"
+                "one loss uses a forward inside no_sync() and one outside: call the model for all terms of a loss inside, or "
+                "for all of them outside"
             )
         self._backward = (task, sums)
         for key in () if sums else reached:
@@ -82,7 +82,7 @@ class Accumulation:
         return left
 
     def compare(self, gradients: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> None:
-        """Raise InputError at the end of this backward if these parameters get other gradients than these."""
+        """When this backward ends, raise InputError if autograd has added other gradients to these parameters."""
         task = torch._C._current_graph_task_id()
         if self._own.task == task:
             self._own.several = True
@@ -100,7 +100,7 @@ class StepCall:
         parts: local batch of each input; cleared after forward.
         parameters: the parameters that require a gradient, by key.
         begin_backward: checks the outputs' gradients.
-        gradients: gradients of the parameters, between the backward of one node and that of the other.
+        gradients: gradients of the parameters, from the backward of `_Step` to that of `_Parameters`.
         left: unsummed gradients of earlier micro-batches.
     """
 
@@ -135,7 +135,7 @@ class _Parameters(torch.autograd.Function):
         gradients, call.gradients = call.gradients, ()
         rows = list(zip(call.parameters.values(), gradients, strict=False))
         sums = call.program.steps.sums
-        # autograd would call hooks with None if a parameter has no gradient; on one device it does not call them.
+        # Without a gradient, autograd would call hooks with None here; on one device it does not call them.
         # All hooks wait for the micro-batch that sums.
         held = _take_hooks(p for p, g in rows if g is None or not sums)
         if held:
@@ -184,7 +184,7 @@ class _Step(torch.autograd.Function):
         if tape is None:
             raise InputError("backward ran twice through one step: call the model again, or add the losses first")
         call.begin_backward(output_gradients)
-        # Gradients inside a step are only summands: autograd calls the hooks later, with the sums.
+        # Gradients inside a step are not summed yet: autograd calls the hooks later, with the sums.
         held = _take_hooks(call.parameters.values())
         try:
             with torch.autocast(call.executor.group.torch_device.type, enabled=False):
@@ -223,7 +223,7 @@ def _give_back(held: _Held) -> None:
 
 
 def _check_added(given: Sequence[nn.Parameter], *, to_each: bool) -> None:
-    """Raise InputError if autograd did not set the `.grad` of these parameters: their part of the sum would be lost."""
+    """Raise InputError if autograd did not set `.grad` of these parameters: unsummed gradients would be lost."""
     added = [p.grad is not None for p in given]
     if added and not (all(added) if to_each else any(added)):
         raise InputError(

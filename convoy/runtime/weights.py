@@ -37,9 +37,9 @@ class PlanInUse:
     Attributes:
         plans: the plan to lower, by mode (True: training).
         layouts: layout of each parameter and buffer.
-        borrowed: layout in evaluation of the parameters that evaluation needs on other devices than training.
-        half_trained: a borrowed parameter that requires a gradient; backward in evaluation mode would be wrong.
-        whole: for each, whether every device holds all of it.
+        borrowed: parameters that evaluation needs on other devices than training, and their layout there.
+        half_trained: a borrowed parameter that requires a gradient: backward in evaluation mode would be wrong.
+        whole: for each parameter and buffer, whether every device holds all of it.
     """
 
     devices: int
@@ -51,7 +51,7 @@ class PlanInUse:
     whole: Mapping[str, bool]
 
     def counts(self, key: str, device: int) -> bool:
-        """Return whether this device counts a parameter in a norm: it has a shard, or is the first with a copy."""
+        """Return whether this device adds a parameter to a norm: it has a shard, or is the first with a copy."""
         layout = self.layouts[key]
         return isinstance(layout, Split) or holders(layout)[0] == device
 
@@ -80,7 +80,7 @@ def plan_in_use(
 
 
 class Weights:
-    """The parameters and buffers of one device. Every device must call the methods that take or return whole ones.
+    """The parameters and buffers of one device. Methods that take or return whole tensors are collective.
 
     Args:
         module: holds the local shards.
@@ -105,7 +105,7 @@ class Weights:
     def own_shape(self, key: str) -> Shape:
         return local_shape(self.in_use.layouts[key], self.group.device, self.known[key].shape)
 
-    def check_there(self) -> None:
+    def check_loaded(self) -> None:
         if self.to_come:
             raise InputError(
                 f"the model was built on the meta device, and {len(self.to_come)} of its parameters and buffers "
@@ -147,7 +147,7 @@ class Weights:
             if original is self.module:
                 shards.retire(old, key)
         shards.guard_state_dicts(self.module)
-        release_freed_memory()  # which tracing used
+        release_freed_memory()  # tracing has used it
 
     def load(self, state_dict: Mapping[str, Any], *, strict: bool) -> Any:
         """Copy the local shards of whole weights. Return the missing and the unexpected keys."""
@@ -189,12 +189,12 @@ class Weights:
         self.to_come.discard(parameter)
 
     def put(self, key: str, shard: Tensor) -> None:
-        """Put another shard, of any shape, into the same tensor object, and drop its gradient."""
+        """Replace the data of the module's tensor by another shard, of any shape, and drop its gradient."""
         tensor = self.own(key)
-        # Its shape would be wrong; it has been read already, or is being moved.
+        # The gradient's shape would be wrong. Callers that need it have read it already.
         tensor.grad = None
-        # The last step's loss may still hold this parameter's autograd node, which has the old shape. A change of the dtype
-        # in between makes autograd create a new node.
+        # The last step's loss may still hold this parameter's autograd node, with the old shape. Changing the dtype for a
+        # moment makes autograd create a new node.
         tensor.data = shard.new_empty(0, dtype=torch.float32 if shard.dtype == torch.float16 else torch.float16)
         tensor.data = shard
 
@@ -207,8 +207,8 @@ class Weights:
         return redistribute(self.group, shard, layout, wanted, shape).clone()
 
     def full_state(self) -> dict[str, Tensor]:
-        self.check_there()
-        # If only one device calls it, raise here: it may need no message, and the others would fail later.
+        self.check_loaded()
+        # Fail here if only one device calls this: it might need no message, and the others would fail later.
         self.group.agree("full_state_dict", "")
         whole = {key: self.gather(key, self.held(key)) for key in self.known}
         # Hooks on state_dict, and the model's own state_dict, expect whole tensors.
@@ -283,13 +283,13 @@ class GatheredParameters:
     Args:
         model: holds the local shards, or the whole parameters during a step.
         shapes: shapes of the whole parameters, by key.
-        calls: the guard that allows calls of the model's modules only during a step.
+        calls: a guard that allows calls of the model's modules only during a step.
     """
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, Shape], calls: shards.CallGuard | None = None) -> None:
         self._model, self._shapes, self._calls = model, shapes, calls or shards.CallGuard()
         self._whole: dict[str, nn.Parameter] = {}
-        self._shards: dict[str, nn.Parameter] = {}  # out of the model while it has whole parameters
+        self._shards: dict[str, nn.Parameter] = {}  # replaced in the model by whole parameters
 
     @contextmanager
     def in_place(self, keys: Iterable[str]) -> Iterator[None]:
@@ -320,7 +320,7 @@ class GatheredParameters:
             case PackWeights():
                 buffers[operation.buffer] = self._pack(operation, device)
             case UnpackWeights(alone=False):
-                # `.data`: autograd must not count this as a change of tensors saved by an earlier forward.
+                # `.data` hides this from autograd, which would see a change of tensors saved by an earlier forward.
                 flats = [self._whole[key].data.view(-1) for key in operation.keys]
                 places = by_device(flats, operation.shares)
                 flat = buffers[operation.buffer]
@@ -331,7 +331,7 @@ class GatheredParameters:
                 for key in keys:
                     _resize(self._whole[key], 0)
                 if any(self._whole[key].device.type == "cpu" for key in keys):
-                    release_freed_memory()  # else small tensors fill the holes, and the next weights need new pages
+                    release_freed_memory()  # else small tensors fill these pages, and the next weights need new ones
 
     def _pack(self, operation: PackWeights, device: int) -> Tensor:
         found = [self._shards.get(key) for key in operation.keys]

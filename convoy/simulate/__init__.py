@@ -1,1 +1,1 @@
-"""Predicts one step before it runs: compute, traffic, memory, energy, and a replay of events. Values and pure functions."""
+"""Predicts the computation, traffic and memory of one training step before it runs. Contains only values and pure functions."""

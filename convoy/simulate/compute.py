@@ -1,7 +1,7 @@
 """Computes the seconds of a layer on a device: from measured tables, or by a roofline if nothing was measured.
 
-A convolution's time does not fall in proportion to its filters: predictors that divide by the number of devices miss
-filter splits by about 46 % (ParaDL). So time is measured against samples and filters, and interpolated in both.
+A convolution's time is not proportional to its filters: predictors that divide by the number of devices err by about 46 % for
+filter splits (ParaDL). So times are measured at several numbers of samples and filters, and interpolated in both.
 """
 
 import math
@@ -24,7 +24,7 @@ class ComputeTimes(Protocol):
         ...
 
     def alike(self, device: int) -> int:
-        """Return the first device with the same times, so that planners compute them once."""
+        """Return the first device with the same times, so that planners can reuse its results."""
         ...
 
 
@@ -33,12 +33,12 @@ _Axis = Literal["outputs", "inputs"]
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Measured seconds over two sizes.
+    """A table of measured seconds over samples and one other axis.
 
     Attributes:
-        samples, others: the measured sizes, ascending.
-        seconds: `seconds[i][j]` at `samples[i]`, `others[j]`.
-        axis: the size that `others` counts.
+        samples, others: the measured sizes on both axes, ascending.
+        seconds: `seconds[i][j]` was measured at `samples[i]` and `others[j]`.
+        axis: the axis of `others`.
     """
 
     samples: tuple[int, ...]
@@ -47,7 +47,7 @@ class Grid:
     axis: _Axis = "outputs"
 
     def at(self, samples: float, other: float) -> float:
-        """Interpolate linearly in both sizes. Beyond the grid the last cell is extended; a single point is scaled."""
+        """Return the seconds by linear interpolation. Beyond the grid, extend the last cell; scale a single point."""
         rows = [_on_line(self.others, row, other) for row in self.seconds]
         return max(0.0, _on_line(self.samples, rows, samples))
 
@@ -59,8 +59,8 @@ class Grid:
     def of(self, layer: Layer, size: LocalSize) -> float:
         """Return the seconds of a size. Beyond the grid, scale the seconds at its edge by a roofline.
 
-        A line through the last cell would amplify the noise of two small sizes: from 4 samples and 512 features, a Linear
-        of 4,096 features was predicted three times too slow for 64 samples.
+        Linear extrapolation would amplify the noise of small sizes: measured at 4 samples and 512 features, a Linear was
+        predicted three times too slow for 64 samples and 4,096 features.
         """
         edge = self.edge(size)
         seconds = self.at(edge.samples, getattr(edge, self.axis))
@@ -73,13 +73,13 @@ def _on_line(axis: Sequence[int], values: Sequence[float], x: float) -> float:
         return in_proportion
     i = min(max(bisect_right(axis, x) - 1, 0), len(axis) - 2)
     value = values[i] + (x - axis[i]) / (axis[i + 1] - axis[i]) * (values[i + 1] - values[i])
-    # Below the first point the line may cross zero, which no time does.
+    # Below the first point the line may become negative.
     return value if x >= axis[0] else max(value, in_proportion)
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """The measured seconds of a plan's size, in addition to the grids. They correct sizes within one doubling."""
+    """The measured seconds of a plan's size, outside the grids. They correct the times of sizes within a factor of two."""
 
     size: LocalSize
     forward_s: float
@@ -92,10 +92,10 @@ class LayerTimes:
 
     Attributes:
         forward, backward: over (samples, outputs), with all inputs.
-        forward_inputs, backward_inputs: over (samples, inputs), with all outputs; None for layers that no plan sums
-            over channels.
-        forward_shared, backward_shared: over (samples, outputs), of a batch norm that shares its statistics with other
-            devices; None for every other layer.
+        forward_inputs, backward_inputs: over (samples, inputs), with all outputs; None for layers that no plan splits by
+            input channels.
+        forward_shared, backward_shared: over (samples, outputs), for a batch norm that shares its statistics with other
+            devices; None for all other layers.
     """
 
     forward: Grid
@@ -115,7 +115,7 @@ class LayerTimes:
         if self.corrections:
             away, nearest = min(((_doublings(e.size, size), e) for e in self.corrections), key=lambda row: row[0])
             beyond = _doublings(size, grid.edge(size))
-            # A correction fades over one doubling. Beyond the grids, it is weighted against the grid's edge.
+            # A correction's weight falls to 0 over one doubling. Beyond the grids it depends on the distance to their edge.
             weight = max(1.0 - away, beyond / (beyond + away) if beyond else 0.0)
             seconds *= self.ratio(layer, phase, nearest) ** weight
         # The two products of backward have the same size and were timed together.
@@ -139,19 +139,19 @@ class LayerTimes:
 
 
 def _doublings(a: LocalSize, b: LocalSize) -> float:
-    """Return the distance of two sizes in doublings, over all axes."""
+    """Return the distance between two sizes: the number of doublings, summed over all axes."""
     pairs = ((a.samples, b.samples), (a.outputs, b.outputs), (a.inputs, b.inputs))
     return sum(abs(math.log2(x / y)) for x, y in pairs if x != y)
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTimes:
-    """Tables of every device: `devices[i][layer name]`."""
+    """The measured times of every device: `devices[i][layer name]`."""
 
     devices: tuple[Mapping[str, LayerTimes], ...]
 
     def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize, part: Part = "all") -> float:
-        """Interpolate.
+        """Return the interpolated seconds.
 
         Raises:
             InputError: the layer was not measured on this device.
@@ -175,11 +175,11 @@ class Rate:
     """The speed of a device that was not measured.
 
     Attributes:
-        flop_per_s: peak arithmetic.
+        flop_per_s: peak FLOP/s.
         bytes_per_s: memory bandwidth.
-        efficiency: the fraction of the peak that dense kernels reach; 1 is the roofline itself.
-        conv_flop_per_s: peak of convolutions, if it differs (tensor cores).
-        call_s: seconds of each call of a layer, whatever its size: starting its kernels.
+        efficiency: the fraction of the peak that dense kernels reach; 1 is the pure roofline.
+        conv_flop_per_s: peak FLOP/s of convolutions, if different (tensor cores).
+        call_s: seconds of each call of a layer, for launching kernels, whatever its size.
     """
 
     flop_per_s: float
@@ -190,17 +190,16 @@ class Rate:
 
 
 SHARED_PASSES: Mapping[Phase, int] = {"forward": 5, "backward": 18}
-"""How often a batch norm with shared statistics reads or writes a tensor of its size, by operation: forward one for
-mean and variance, two each for scale and shift; backward 1 + 2 + 3 + 1 for the two sums, 2 + 2 + 2 + 2 + 3 for the gradient."""
+"""How often a batch norm with shared statistics reads or writes a tensor of its input's size: forward once for mean and
+variance, twice each for scale and shift; backward 1 + 2 + 3 + 1 for the two sums, 2 + 2 + 2 + 2 + 3 for the gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """time = max(FLOP / peak, bytes / memory bandwidth), per layer: the node model of Castello et al. 2021.
+    """The model time = max(FLOP / peak, bytes / memory bandwidth) per layer, from Castello et al. 2021.
 
-    Backward of a weighted layer computes two products of the size of its forward (one for the input's gradient, one for
-    the weights'); every other layer moves its tensors once more. Unlike their public code, layers without FLOP
-    (activations, pooling, normalisation) cost their memory traffic.
+    Backward of a weighted layer computes two products of its forward's size: the gradients of input and weights. Any other
+    layer moves its tensors once more. Unlike in their code, layers without FLOP (activations, pooling) cost memory traffic.
     """
 
     rates: tuple[Rate, ...]
@@ -222,10 +221,10 @@ class Roofline:
 
 
 class CachedTimes:
-    """A cache of layer times: most plans that a planner compares have the same sizes.
+    """A cache of layer times, because most plans that a planner compares contain the same sizes.
 
     Args:
-        factors: by device, multiplies the seconds of `times`; all 1 if empty.
+        factors: by device, factors for the seconds of `times`; empty: all are 1.
     """
 
     def __init__(self, times: ComputeTimes, factors: Sequence[float] = ()) -> None:
@@ -247,11 +246,11 @@ class CachedTimes:
 
 
 _PROCESSOR = Rate(flop_per_s=10.0, bytes_per_s=1.0)
-"""Ten FLOP per byte of memory traffic, as on a processor core. Only the ratio counts."""
+"""Ten FLOP per byte of memory traffic, as on a processor core. Only their ratio matters."""
 
 
 def shape_s(layer: Layer, size: LocalSize) -> float:
-    """Return roofline seconds of a size, valid only relative to another size."""
+    """Return roofline seconds of a size, to compare with other sizes only."""
     return Roofline((_PROCESSOR,)).seconds(0, layer, "forward", size)
 
 
@@ -260,7 +259,7 @@ def bytes_moved(layer: Layer, size: LocalSize, itemsize: int) -> float:
     outputs, inputs = layer.extents
     part = size.outputs / outputs
     output = math.prod(layer.shape) * part
-    # A weighted layer reads all channels whatever its filters, others only the channels they write.
+    # A weighted layer reads all channels for any number of filters; other layers read only the channels they write.
     read = layer.input_entries * (size.inputs / inputs if layer.weighted and layer.groups == 1 else part)
     weights = layer.entries * part * (size.inputs / inputs)
     return (size.samples * (output + read) + weights) * itemsize

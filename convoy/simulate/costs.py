@@ -1,8 +1,8 @@
 """Holds the costs of a step: layer times, network, optimizer, and the executor's overheads.
 
 Costs come from measurements (`table.py`). For devices that are only described, they are fractions of the peak rates. The
-fractions and their errors come from a hundred trainings on one device, ours and published ones (`python -m lab.calibrate`,
-benchmarks/published.toml). They depend on the kind of device, never on the case.
+fractions and their errors were fitted to a hundred trainings on one device, ours and published ones
+(`python -m lab.calibrate`, benchmarks/published.toml). They depend on the kind of device only.
 """
 
 import math
@@ -20,15 +20,15 @@ from convoy.simulate.memory import optimizer_named
 from convoy.simulate.network import Network, network_of
 
 FRESH_BYTES = 32 << 20
-"""Above this size glibc's malloc gets memory from the system each time and returns it at once (its largest mmap threshold)."""
+"""Above this size glibc's malloc maps new memory each time, and unmaps it when freed (its largest mmap threshold)."""
 
 LOSS_TENSORS = 3
-"""Tensors of the outputs' size that a cross-entropy makes: log probabilities, their gradient, the gradient of the outputs."""
+"""Tensors of the outputs' size that cross-entropy allocates: log probabilities, their gradient, the outputs' gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handling:
-    """Entries that a device copies and adds around a round's messages, and the entries of each tensor that it allocates."""
+    """The tensor entries that a device copies and adds around messages, and the entries of each tensor that it allocates."""
 
     copied: int = 0
     added: int = 0
@@ -42,13 +42,13 @@ NOTHING = Handling()
 
 
 def handling_of(operation: Operation) -> Handling | None:
-    """Return the entries that an operation handles; None if it computes, sends, receives, waits or signals.
+    """Return the entries that an operation copies, adds and allocates; None for computations, messages, waits and signals.
 
-    Narrowing and widening count as copies: they read or write the wide numbers once.
+    A conversion to or from the narrow dtype counts as a copy.
     """
     match operation:
         case ops.Make(slot=int()) | ops.View() | ops.Unpack() | ops.Pack(alone=True) | ops.FreeWeights():
-            return NOTHING  # memory that every step uses again costs nothing
+            return NOTHING  # memory that every step reuses costs nothing
         case ops.Make(shape=shape, zeros=zeros):
             size = math.prod(shape)
             return Handling(copied=size if zeros else 0, made=(size,))
@@ -69,18 +69,18 @@ def handling_of(operation: Operation) -> Handling | None:
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Seconds that one device spends outside its layers' arithmetic; all zero for a device that is only a roofline.
+    """The seconds that one device spends outside its layers' arithmetic; all zero in the pure roofline model.
 
     Attributes:
         step_s: per step: fetching a batch, calling the loss, clearing gradients, calling the optimizer.
-        layer_s: per layer, forward and backward together: finding its inputs, keeping its outputs.
-        round_s: per round with one message, beyond `Network.latency_s`: cutting, buffers, bookkeeping.
+        layer_s: per layer, forward and backward together: finding its inputs, saving its outputs.
+        round_s: per round with one message, in addition to `Network.latency_s`: slicing, buffers, bookkeeping.
         message_s: per further message of a round.
         copy_s_per_byte, add_s_per_byte: for copying a tensor, and for adding one to another.
-        fresh_s_per_byte: for memory that the system provides page by page: tensors larger than `FRESH_BYTES`.
-        update_s_per_tensor: of the optimizer per parameter, in addition to its entries.
-        loss_s_per_byte: of the loss and its gradient per byte of the outputs.
-        queue_s: of an accelerator's host to queue one layer's forward or backward. The host runs ahead of the device, so a
+        fresh_s_per_byte: for new memory, which the kernel maps page by page: tensors larger than `FRESH_BYTES`.
+        update_s_per_tensor: the optimizer's seconds per parameter tensor, in addition to those per entry.
+        loss_s_per_byte: for the loss and its gradient, per byte of the outputs.
+        queue_s: for an accelerator's host to queue one layer's forward or backward. The host runs ahead of the device, so a
             segment takes the longer of both. 0 on a CPU.
     """
 
@@ -96,7 +96,7 @@ class Overheads:
     queue_s: float = 0.0
 
     def calls_s(self, messages: int) -> float:
-        """Return the seconds of a device's calls in a round in which it sends and receives this number of messages."""
+        """Return the seconds of calls in a round with this number of messages, sent and received."""
         return self.round_s + (messages - 1) * self.message_s if messages else 0.0
 
     def handling_s(self, handling: Handling, itemsize: int) -> float:
@@ -109,7 +109,7 @@ class Overheads:
         )
 
     def loss_s(self, outputs: Sequence[int], itemsize: int) -> float:
-        """Return the seconds of the loss, forward and backward, of outputs with these numbers of entries."""
+        """Return the seconds of the loss, forward and backward, for outputs with these numbers of entries."""
         if not self.loss_s_per_byte:
             return 0.0
         made = Handling(made=tuple(n for n in outputs for _ in range(LOSS_TENSORS)))
@@ -125,9 +125,9 @@ class Costs:
 
     Attributes:
         itemsize: bytes of one number.
-        update_s_per_entry: by device, seconds of the optimizer per parameter entry that it holds.
-        overheads: by device; empty where nothing was measured.
-        process_bytes: by device, memory of its process before it trains; empty where nothing was measured.
+        update_s_per_entry: by device, the optimizer's seconds per parameter entry.
+        overheads: by device; empty if not measured.
+        process_bytes: by device, memory of its process before training; empty if not measured.
     """
 
     times: ComputeTimes
@@ -153,12 +153,12 @@ class ReachedFractions:
     """The fractions of their peak rates that devices of a family reach in a layer.
 
     Attributes:
-        arithmetic: of convolutions and linear layers. It may be above 1: Winograd's convolutions need fewer multiplications
-            than are counted.
-        memory: of all bytes that a layer reads and writes.
+        arithmetic: of the peak FLOP/s, in convolutions and linear layers. It may be above 1: Winograd's convolutions need
+            fewer multiplications than are counted.
+        memory: of the memory bandwidth, for all bytes that a layer reads and writes.
         call_s: seconds of each call of a layer.
         spread: nine of ten measured trainings of one device took between predicted / spread and predicted * spread.
-        architectures: of the measured devices.
+        architectures: architectures of the measured devices.
     """
 
     arithmetic: float
@@ -173,32 +173,32 @@ PLAIN_GPU = ReachedFractions(1.1, 0.45, 1.5e-5, 1.4, frozenset({"maxwell", "pasc
 TF32_GPU = ReachedFractions(0.9, 0.6, 1e-5, 1.26, frozenset({"ampere", "ada", "hopper"}))
 
 TF32 = frozenset({"ampere", "ada", "hopper", "blackwell"})
-"""NVIDIA's generations with tensor cores for TF32, which torch uses for convolutions by default."""
+"""NVIDIA's architectures with tensor cores for TF32, which torch uses for convolutions by default."""
 
 UNKNOWN = 2.0
-"""Power of the spread for architectures that were never measured: twice as wide, in logarithms."""
+"""Exponent applied to the spread of architectures that were never measured."""
 
 NIC_FRACTION = 0.95
 """The fraction of a NIC's rate that messages reach (measured over gloo, from 4 MB up)."""
 
 HANDLING_S_PER_BYTE = 5.5e-10
-"""Seconds of a core per byte sent or received, rounded from gloo's; unencrypted connections take as much."""
+"""Processor seconds per byte sent or received, as measured for gloo and for Convoy's unencrypted connections."""
 
 ENCRYPTION_S_PER_BYTE = 4e-10
-"""The same for TLS, for messages that leave the machine (docs/decisions/043)."""
+"""Additional processor seconds per byte for TLS, for messages that leave the machine (docs/decisions/043)."""
 
 STAGING_S_PER_BYTE = 1e-10
-"""Between a GPU's memory and the host's: 10 GB/s, a round figure."""
+"""Seconds per byte copied between a GPU's memory and the host's: about 10 GB/s."""
 
 _OF_A_CORE = Overheads(
     step_s=1e-3, layer_s=5e-5, round_s=4e-4, message_s=1e-4, copy_s_per_byte=5e-11, add_s_per_byte=5e-11,
     fresh_s_per_byte=1e-11, update_s_per_tensor=1e-5, loss_s_per_byte=1e-9,
 )  # fmt: skip
-"""Overheads of a whole core: rounded from `convoy measure` on our machine, which was not idle."""
+"""Overheads on one whole core, rounded from `convoy measure` on a machine that was not idle."""
 
 
 def reached_by(device: Device) -> ReachedFractions:
-    """Return the fractions of its peaks that a device reaches, with the spread for its architecture."""
+    """Return the fractions of its peak rates that a device reaches, with the spread of its architecture."""
     architecture = "" if device.class_name is None else device_class(device.class_name).architecture
     family = CPU if device.kind == "cpu" else TF32_GPU if architecture in TF32 else PLAIN_GPU
     if architecture in family.architectures:
@@ -210,7 +210,7 @@ def described_costs(fleet: Fleet, *, optimizer: str = "sgd-momentum", itemsize: 
     """Return the costs of a fleet without measurements.
 
     Raises:
-        InputError: a device without peaks, an unknown optimizer.
+        InputError: a device has no peak rates; the optimizer is unknown.
     """
     moved = optimizer_named(optimizer).moved * itemsize
     handling_s = HANDLING_S_PER_BYTE + (ENCRYPTION_S_PER_BYTE if len(fleet.hosts) > 1 else 0.0)
@@ -221,7 +221,7 @@ def described_costs(fleet: Fleet, *, optimizer: str = "sgd-momentum", itemsize: 
         rates.append(_rate(device, slower))
         overheads.append(_overheads(device, slower, rates[-1]))
         traffic_s.append(handling_s * slower + (0.0 if device.kind == "cpu" else STAGING_S_PER_BYTE))
-    # NICs get the rates that messages reach over them. Links given in a file were measured.
+    # Reduce NIC rates to those that messages reach. Links in a file were measured, so they stay.
     segments = tuple(replace(each, uplink=_reached_rates(each.uplink)) for each in fleet.segments)
     wire = replace(fleet, network=fleet.network and _reached_rates(fleet.network), segments=segments)
     spreads = tuple(reached_by(device).spread for device in fleet.devices)
@@ -256,7 +256,7 @@ def _overheads(device: Device, slower: float, rate: Rate) -> Overheads:
     found = Overheads(*(getattr(_OF_A_CORE, name) * slower for name in Overheads.__slots__))
     if device.kind == "cpu":
         return found
-    # A GPU copies in its own memory, and keeps freed memory. A cross-entropy reads or writes six tensors of the outputs' size.
+    # A GPU copies within its memory, and caches freed memory. Cross-entropy reads or writes six tensors of the outputs' size.
     byte_s = 1 / rate.bytes_per_s
     return replace(
         found, copy_s_per_byte=2 * byte_s, add_s_per_byte=3 * byte_s, fresh_s_per_byte=0.0, loss_s_per_byte=6 * byte_s

@@ -2,10 +2,10 @@
 
 A device has two concurrent lanes: its main program and its gradient sums. A computation occupies its lane; messages do not.
 A message starts when its sender is ready, waits for the link's latency, and shares NICs with all other messages. Messages
-from one device to another use one connection, one by one. Kernels buffer messages: the sender continues at once if its
-kernel takes all bytes, and a message may arrive before its receiver asks for it. Messages and computations share the
-device's processor. A device that has computed enters an exchange late, by its jitter; a device that has just waited does
-not. Devices under a CPU quota also save quota while they rest.
+from one device to another use one connection, one at a time. The system buffers messages: the sender continues at once if a
+message fits into the send buffer, and a message may arrive before its receiver asks for it. Messages and computations share
+the device's processor. A device enters an exchange late, by its jitter, unless it has just waited. Under a CPU quota, a device
+saves quota while it rests.
 """
 
 import heapq
@@ -20,7 +20,7 @@ from convoy.simulate.network import SHARE, Network, QuotaNoise, rates
 Activity = Literal["compute", "send", "receive", "wait"]
 
 HELD_BYTES = 4 << 20
-"""The largest message that the sender's kernel takes at once: Linux's largest send buffer, `net.ipv4.tcp_wmem`."""
+"""The largest message that fits into the send buffer: Linux's maximum, `net.ipv4.tcp_wmem`."""
 
 MAIN, SUMS = 0, 1
 """The lanes of a device."""
@@ -30,9 +30,9 @@ class Event(NamedTuple):
     """An activity of one device.
 
     Attributes:
-        step: id in the step list.
+        step: the step's id in the step list.
         peer: the other device of a message; -1 for computing and waiting.
-        size_bytes: of a message.
+        size_bytes: bytes of a message.
     """
 
     device: int
@@ -47,12 +47,12 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One replayed step.
+    """The events and seconds of one simulated step.
 
     Attributes:
-        step_s: from the start of the first event to the end of the last.
-        compute_s: by device, in its main lane, slowed by traffic.
-        exchange_s: how long its main lane waited for messages and sums. Exchanges that overlap with computing do not count.
+        step_s: seconds of the step.
+        compute_s: by device, seconds of computing in its main lane, as slowed by traffic.
+        exchange_s: by device, seconds that its main lane waited for messages and sums. Exchanges during computing do not count.
     """
 
     events: tuple[Event, ...]
@@ -69,7 +69,7 @@ class Timeline:
 # --- items of a lane -------------------------------------------------------------------------------------------------
 
 Key = tuple[str, int, int]
-"""A condition on one device: ("round", step, number) is finished, or a program's own mark."""
+"""A condition on one device: the round ("round", step, number) has finished, or a program has set this `Mark`."""
 
 Route = tuple[int, int, int, int]
 """A message: step, round, sender, receiver."""
@@ -80,10 +80,10 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A computation that occupies the lane for some seconds, longer if the processor is shared.
+    """A computation that occupies the lane for `seconds`, or longer if the processor is shared.
 
     Attributes:
-        is_layer: whether a saved CPU quota speeds it up. For calls this is part of the jitter.
+        is_layer: whether saved CPU quota speeds it up. (For other computations the jitter includes this effect.)
     """
 
     step: int
@@ -104,7 +104,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """A wait of the lane until all of these keys are done on its device."""
+    """A wait of the lane until all these conditions hold on its device."""
 
     step: int
     label: str
@@ -113,7 +113,7 @@ class Await:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A signal that a key is done."""
+    """A signal that makes a condition true on its device."""
 
     key: Key
 
@@ -125,12 +125,12 @@ Program = tuple[list[Item], list[Item]]
 
 @dataclass(slots=True)
 class _Lane:
-    """The state of a lane.
+    """A lane's items, and `at`, the index of the current one.
 
     Attributes:
-        since_s: when its item began.
-        missing: the keys that it waits for.
-        left_s: for the current consecutive computations, the seconds left after each, in reverse order.
+        since_s: when the current item began.
+        missing: the conditions that the lane waits for.
+        left_s: for the current row of computations, the row's seconds left after each one, in reverse order.
     """
 
     device: int
@@ -143,7 +143,7 @@ class _Lane:
 
 @dataclass(slots=True)
 class _Round:
-    """A device's part of an open round: unfinished messages, and when the device itself is ready."""
+    """One device's unfinished messages of a round, and the time when the device itself is ready."""
 
     missing: set[Route]
     ready_s: float
@@ -160,7 +160,7 @@ class _Message:
 
 
 class _SavedQuota:
-    """The quota that one device saves while it rests, during a simulated step."""
+    """The CPU quota that one device saves while it rests."""
 
     def __init__(self, noise: QuotaNoise) -> None:
         self._noise, self._saved_s = noise, 0.0
@@ -175,14 +175,14 @@ class _SavedQuota:
             self._idle_since_s = None
 
     def spend(self, seconds: float) -> float:
-        """Return how long a computation of `seconds` at mean speed takes, at burst speed while the saved quota lasts."""
+        """Return the duration of a computation of `seconds` at mean speed. Use up saved quota, which makes it faster."""
         gained_s = min(self._saved_s, seconds * (1.0 - 1.0 / self._noise.burst))
         self._saved_s -= gained_s
         return seconds - gained_s
 
 
 class _Play:
-    """The state of one replay. Simultaneous events are handled in a fixed order."""
+    """The state of one simulation. Simultaneous events are handled in a fixed order."""
 
     def __init__(self, programs: Sequence[Program], network: Network, held_bytes: int) -> None:
         self.network, self.held_bytes = network, held_bytes
@@ -192,14 +192,14 @@ class _Play:
         self.messages: dict[Route, _Message] = {}
         self.flowing: list[Route] = []
         self.connected: set[Pair] = set()  # pairs of the flowing messages
-        self.queued: dict[Pair, deque[Route]] = {}  # behind another message of the same pair
+        self.queued: dict[Pair, deque[Route]] = {}  # messages that wait for an earlier one of the same pair
         self.rate: dict[Route, float] = {}
         self.shared: dict[tuple[tuple[Pair, ...], frozenset[int]], tuple[list[float], list[float]]] = {}
-        self.works: dict[tuple[int, int], float] = {}  # (device, lane) -> seconds left in a row, at full speed
+        self.works: dict[tuple[int, int], float] = {}  # (device, lane) -> seconds left of its row of computations
         self.speed: dict[tuple[int, int], float] = {}
-        self.arrived: set[Route] = set()  # before their receivers began the round
+        self.arrived: set[Route] = set()  # messages that arrived before their receivers began the round
         self.starts: list[tuple[float, int, Route]] = []
-        self.late: list[tuple[float, int, Key]] = []  # rounds that only wait for their device
+        self.late: list[tuple[float, int, Key]] = []  # rounds without missing messages, and when their device is ready
         self.ticket = 0
         self.events: list[Event] = []
         self.compute_s, self.exchange_s = [0.0] * len(programs), [0.0] * len(programs)
@@ -233,8 +233,8 @@ class _Play:
     # --- time --------------------------------------------------------------------------------------------------------
 
     def _share(self) -> None:
-        """Set rates of messages and speeds of computations until something begins or ends."""
-        # Most exchanges of a step have the same devices, so the rates of each set of messages are computed once.
+        """Set the rates of messages and speeds of computations, which are valid until one of them begins or ends."""
+        # Most exchanges of a step involve the same devices, so cache the rates of each set of messages.
         key = (tuple([route[2:] for route in self.flowing]), frozenset([device for device, _ in self.works]))
         if key not in self.shared:
             self.shared[key] = self._shares(*key)
@@ -245,7 +245,7 @@ class _Play:
             self.speed[device, lane] = (1.0 - use[device]) / at_once
 
     def _shares(self, pairs: Sequence[Pair], busy: Collection[int]) -> tuple[list[float], list[float]]:
-        """Return bytes/s of each message, and the fraction of each device's processor that messages take."""
+        """Return bytes/s of each message, and the fraction of each device's processor that messages use."""
         cost, use = self.network.processor_s_per_byte, [0.0] * len(self.lanes)
         if not pairs:
             return [], use
@@ -264,7 +264,7 @@ class _Play:
 
     def _advance(self, time_s: float) -> None:
         passed_s = time_s - self.now
-        # Less than a picosecond left, or than the clock's resolution, is done: rounding must not stall the queue.
+        # Treat less than a picosecond, or less than the clock's resolution, as done: rounding must not stall the queue.
         least_s = max(1e-12, time_s * 1e-14)
         for route in self.flowing:
             message, rate = self.messages[route], self.rate[route]
@@ -283,7 +283,7 @@ class _Play:
     # --- lanes -------------------------------------------------------------------------------------------------------
 
     def _walk_ready(self) -> None:
-        """Advance every ready lane until an item takes time."""
+        """Advance every ready lane to its next item that takes time."""
         while self.ready:
             device, number = self.ready.popleft()
             lane = self.lanes[device][number]
@@ -327,7 +327,7 @@ class _Play:
         lane.since_s = at_s
 
     def _end_row(self, device: int, number: int) -> None:
-        """End the last of consecutive computations."""
+        """End a lane's row of computations."""
         del self.works[device, number]
         self._computed(device, number, self.now)
         if device in self.saved and (device, MAIN + SUMS - number) not in self.works:
@@ -335,7 +335,7 @@ class _Play:
         self.ready.append((device, number))
 
     def _mark(self, device: int, key: Key) -> None:
-        """Record that a key is done, and resume the lanes that waited for it last."""
+        """Record that a condition holds, and resume the lanes that have no other condition to wait for."""
         self.done[device].add(key)
         for number, lane in enumerate(self.lanes[device]):
             if key not in lane.missing:
@@ -376,7 +376,7 @@ class _Play:
         self._finish_round(device, key)
 
     def _finish_round(self, device: int, key: Key) -> None:
-        """Finish a round if no message is missing, but not before the device itself is ready."""
+        """Finish a round once no message is missing and the device itself is ready."""
         if self.open[device][key].missing:
             return
         ready_s = self.open[device].pop(key).ready_s
@@ -388,8 +388,8 @@ class _Play:
     def _late_s(self, device: int, number: int) -> float:
         """Return the delay of a device at a round.
 
-        It is the jitter, but at most the time since the last wait, minus the current wait. A sum that overlaps with computing
-        is delayed only by the noise model.
+        That is the jitter, but at most the time since the device's last wait, minus the current wait. For a sum during
+        computing, it is the delay of the noise model.
         """
         if number == SUMS and (device, MAIN) in self.works:
             noise = self.network.noise[device] if self.network.noise else None
@@ -402,7 +402,7 @@ class _Play:
         return max(0.0, late_s - (self.now - worked_until_s))
 
     def _flow(self, route: Route) -> None:
-        # A pair of devices has one connection, which sends one message at a time.
+        # A connection between two devices sends one message at a time.
         if route[2:] in self.connected:
             self.queued.setdefault(route[2:], deque()).append(route)
             return
@@ -432,9 +432,9 @@ class _Play:
 
 
 def play(programs: Sequence[Program], network: Network, held_bytes: int = HELD_BYTES) -> Timeline:
-    """Play the programs of all devices together.
+    """Simulate the programs of all devices together.
 
     Args:
-        held_bytes: senders of messages up to this size continue at once. 0: a message starts when both ends are ready.
+        held_bytes: senders continue at once after messages up to this size. 0: a message starts when both ends are ready.
     """
     return _Play(programs, network, held_bytes).run()

@@ -1,11 +1,11 @@
-"""Computes the interval of a prediction, in which nine of ten measurements lie, from the causes of error.
+"""Computes the interval around a prediction that contains nine of ten measurements.
 
-Each cause is a factor that bounds nine of ten cases. The causes count as independent: the squares of their logarithms add.
+Each cause of error is a factor that bounds nine of ten cases. For independent causes, the squares of the logarithms add up.
 
 - the simulation: the error of a step with exact inputs, from the validation set (docs/validation.md);
-- each device: the spread of its layers' repetitions and other programs; if it was not measured, the error of devices of its
-  kind. Its weight is the fraction of the step that it computes;
-- the network: the spread of its messages' repetitions. Its weight is the rest of the step.
+- each device: the spread of its layers' repetitions, and other programs; for an unmeasured device, the error of its kind. The
+  weight is the fraction of the step in which the device computes;
+- the network: the spread of repeated messages. Its weight is the rest of the step.
 """
 
 import math
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Basis = Literal["measured", "rates", "described"]
-"""The source of a prediction: times of this net's layers on these devices, the speeds that these devices reached with another
-net, or the peaks of such devices."""
+"""The source of a prediction: measured times of this model's layers, the speeds that the devices reached with another model,
+or the devices' peak rates."""
 
 OF_REPEATS = 0.35
-"""The mean of five repetitions is within this fraction of (slowest - fastest) of the true mean, nine times of ten. The range
-of five normal values is 2.33 deviations, the mean without extremes errs by 0.49 of one, nine of ten are within 1.645 times
+"""In nine of ten cases, the mean of five repetitions errs by less than this fraction of (slowest - fastest). For normal values
+that range is 2.33 standard deviations, the error of the mean without extremes is 0.49, and nine of ten are within 1.645 times
 that."""
 
 OTHER_NET = 1.59
-"""The factor of devices that were measured with another net."""
+"""The factor for devices that were measured with another model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def around(value: float, spread: float) -> Within:
 
 
 class SimulationErrors(NamedTuple):
-    """Factors of the simulation: for a device alone, for a step, and for the speedup over the fastest device."""
+    """The error factors of the simulation: for a device alone, for a step, and for the speedup over the fastest device."""
 
     alone: float = 1.0
     step: float = 1.0
@@ -53,19 +53,19 @@ SIMULATION: Mapping[Basis | None, SimulationErrors] = {
     "rates": SimulationErrors(step=1.17, gain=1.32),
     "described": SimulationErrors(step=1.17, gain=1.32),
 }
-"""The smallest factors with which nine of ten measurements lie in the interval (`python -m lab.calibrate`). Described devices
-alone have none, because their own factor already comes from such trainings."""
+"""The smallest factors for which nine of ten measurements lie in the interval (`python -m lab.calibrate`). `alone` is 1 for
+described devices, because their own factor comes from such trainings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """The factors of one fleet.
+    """The error factors of one fleet's predictions.
 
     Attributes:
-        basis: None: the costs count as exact.
-        devices: for each device's seconds.
-        wire: for the seconds of messages.
-        kinds: devices of one kind have the same error. Empty: all errors are independent.
+        basis: the source of the predictions; None: the costs count as exact.
+        devices: factor for each device's seconds.
+        wire: factor for the seconds of messages.
+        kinds: kind of each device; devices of one kind have the same error. Empty: all errors are independent.
     """
 
     basis: Basis | None = None
@@ -78,7 +78,7 @@ class Errors:
         return together([SIMULATION[self.basis].alone, *self.devices[device : device + 1]])
 
     def step(self, computes: Sequence[float]) -> float:
-        """Return the factor of a step. `computes` are the fractions of it that each device computes."""
+        """Return the factor of a step. `computes`: for each device, the fraction of the step in which it computes."""
         busy = [device for device, part in enumerate(computes) if part > 0]
         if len(busy) == 1:
             return self.alone(busy[0])
@@ -88,7 +88,7 @@ class Errors:
     def gain(self, computes: Sequence[float], alone: int) -> float:
         """Return the factor of the speedup over the device `alone`.
 
-        For a device of the same kind, errors of computing cancel in the quotient.
+        For devices of the same kind, errors of computing cancel.
         """
         kinds = self.kinds or tuple(map(str, range(len(self.devices))))
         devices = [
@@ -109,7 +109,7 @@ def together(factors: Iterable[float]) -> float:
 
 
 def of_repeats(rows: Iterable[tuple[float, float]]) -> float:
-    """Return the factor of a sum of (seconds, (slowest - fastest) / typical of their repetitions)."""
+    """Return the error factor of a sum of times, given as rows (seconds, spread of the repetitions)."""
     pairs = list(rows)
     total_s = math.fsum(s for s, _ in pairs)
     if not total_s:

@@ -1,9 +1,8 @@
 """Computes the bytes that a plan needs on each device during training.
 
-Counted: weights and buffers; a gradient per trainable entry; the optimizer's state; activations kept for backward; the largest
-receive buffer of a move or gradient sum. The process's memory before training is measured with the device, and reduces
-the memory that plans may use (`MemoryLimits`). Not counted: workspaces of kernels, gradients of activations, images of the
-next batches, pages that the allocator keeps.
+Counted: weights and buffers; a gradient per trainable entry; the optimizer's state; activations saved for backward; the
+largest receive buffer of a move or gradient sum. Not counted: kernel workspaces, gradients of activations, prefetched
+batches, memory cached by the allocator. `MemoryLimits` subtracts the process's memory before training from the limit.
 """
 
 import math
@@ -27,16 +26,16 @@ from convoy.plan.steps import ComputeStep, GatherStatistics, GatherWeights, Move
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """The cost of one optimizer per trainable entry."""
+    """The memory and traffic of an optimizer, in numbers per trainable entry."""
 
-    state: int  # numbers kept from step to step, without weight and gradient
+    state: int  # numbers kept from step to step, excluding weight and gradient
     moved: int  # numbers read and written in one update
 
 
 OPTIMIZERS: Mapping[str, Optimizer] = {
     "sgd": Optimizer(state=0, moved=3),  # read w, g; write w
-    "sgd-momentum": Optimizer(state=1, moved=5),  # and read and write the momentum
-    "adam": Optimizer(state=2, moved=7),  # and read and write two moments
+    "sgd-momentum": Optimizer(state=1, moved=5),  # also read and write the momentum
+    "adam": Optimizer(state=2, moved=7),  # also read and write two moments
 }
 
 
@@ -49,12 +48,12 @@ def optimizer_named(name: str) -> Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes on one device.
+    """The memory that training needs on one device.
 
     Attributes:
-        weights_bytes: parameters and buffers; of sharded ones, the shard and the gathered copy.
-        gradients_bytes: of trainable parameters; of sharded ones, the shard and the rest of the whole gradient.
-        activations_bytes: kept from forward to backward.
+        weights_bytes: parameters and buffers; for sharded ones, the shard and the gathered copy.
+        gradients_bytes: gradients of trainable parameters; for sharded ones, the shard and the rest of the whole gradient.
+        activations_bytes: activations saved for backward.
         exchange_bytes: receive buffers of the largest move, or flat copy and receive buffers of the largest sum.
     """
 
@@ -72,12 +71,12 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimits:
-    """The memory of a fleet's devices. Plans may use what the processes leave free.
+    """The memory of a fleet's devices. Plans may use the part that the processes do not need before training.
 
     Attributes:
-        limits_bytes: None where it is not known.
-        names: of the devices, for messages.
-        process_bytes: memory of each device's process before training; empty: not known.
+        limits_bytes: memory of each device; None: unknown.
+        names: names of the devices, for messages.
+        process_bytes: memory of each device's process before training; empty: unknown.
     """
 
     limits_bytes: tuple[int | None, ...]
@@ -94,7 +93,7 @@ class MemoryLimits:
         return any(limit is not None for limit in self.limits_bytes)
 
     def bytes_of(self, device: int) -> float:
-        """Return the bytes that plans may use; infinite if not known."""
+        """Return the bytes that plans may use; infinite if unknown."""
         limit = self.limits_bytes[device]
         return math.inf if limit is None else max(1.0, float(limit - self.own_bytes(device)))
 
@@ -102,11 +101,11 @@ class MemoryLimits:
         return self.process_bytes[device] if self.process_bytes else 0
 
     def excess(self, needs: Sequence[int]) -> dict[int, float]:
-        """Return the missing bytes of each overfilled device, given the bytes that each needs."""
+        """Return the missing bytes of each device whose memory is too small, given the bytes that each needs."""
         return {d: need - self.bytes_of(d) for d, need in enumerate(needs) if need > self.bytes_of(d)}
 
     def overfull(self, needs: Sequence[int]) -> list[str]:
-        """Describe the overfilled devices."""
+        """Return a description of each device whose memory is too small."""
         rows = []
         for d in self.excess(needs):
             own = self.own_bytes(d)
@@ -115,14 +114,14 @@ class MemoryLimits:
         return rows
 
     def check_room(self, graph: Graph, batch: int) -> None:
-        """Refuse a net whose weights and gradients exceed the memory of all devices together. Raises PlanError."""
+        """Raise PlanError if the model's weights and gradients exceed the memory of all devices together."""
         need = 8 * sum({p.key: p.entries for layer in graph.layers.values() for p in layer.trainable}.values())
         room = [self.bytes_of(d) for d in range(len(self.names))]
         if sum(room) < need:
             raise PlanError(self.refusal(graph.model, batch, [[math.ceil(need * each / sum(room)) for each in room]]))
 
     def refusal(self, model: str, batch: int, attempts: Sequence[Sequence[int]], split: str = "") -> str:
-        """Return an error message if nothing fits: the closest attempt, and the remedy.
+        """Return an error message for the case that no plan fits: the closest attempt, and the remedy.
 
         Args:
             split: the micro-batches with which a step would fit, from `micro_batch_words`; empty if unknown.
@@ -137,10 +136,10 @@ class MemoryLimits:
 
 
 def fewest_micro_batches(batch: int, fits: Callable[[int], bool]) -> int | None:
-    """Return the fewest equal micro-batches of a batch that fit; None if not even one sample does.
+    """Return the smallest number of equal micro-batches that fit the memory; None if not even one sample fits.
 
     Args:
-        fits: whether a micro-batch of this number of samples does.
+        fits: returns whether a micro-batch of this number of samples fits.
     """
     if batch == 1 or not fits(1):
         return None
@@ -148,7 +147,7 @@ def fewest_micro_batches(batch: int, fits: Callable[[int], bool]) -> int | None:
 
 
 def micro_batch_words(graph: Graph, count: int) -> str:
-    """Describe how to split a step into micro-batches, and which layers would then compute different numbers."""
+    """Describe a step of `count` micro-batches, and name the layers that would then compute different numbers."""
     text = f"{count} micro-batches (--accumulate {count}; in Python, model.no_sync())"
     if others := sees_batch(graph):
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
@@ -170,11 +169,11 @@ def _mb(size: float) -> str:
 def memory_of(
     plan: Plan, graph: Graph, batch: int | None = None, *, optimizer: str = "sgd-momentum", itemsize: int = 4
 ) -> tuple[DeviceMemory, ...]:
-    """Return the memory of each device that trains by `plan`, for a global batch of `batch` samples (default: the plan's).
+    """Return the memory that `plan` needs on each device, for a global batch of `batch` samples (default: the plan's).
 
     Raises:
-        InputError: unknown optimizer.
-        PlanError: the plan does not fit the graph.
+        InputError: the optimizer is unknown.
+        PlanError: the plan does not match the graph.
     """
     return memory_of_steps(lower(plan, graph, batch), graph, optimizer=optimizer, itemsize=itemsize)
 
@@ -182,7 +181,7 @@ def memory_of(
 def memory_of_steps(
     steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4
 ) -> tuple[DeviceMemory, ...]:
-    """Return the memory of each device. Of several micro-batches, the last one needs most."""
+    """Return the memory that a step needs on each device; of several micro-batches, the last one needs most."""
     state = optimizer_named(optimizer).state
     rows = []
     for device, program in enumerate(compile_all(steps, graph)):
@@ -201,10 +200,10 @@ def memory_of_steps(
 
 
 def most_bytes(steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4) -> tuple[int, ...]:
-    """Return an upper limit for each device from the layouts only. If it fits, no program needs to be compiled.
+    """Return an upper limit of each device's memory, from the layouts only. If it fits, no program needs to be compiled.
 
-    Each value counts as kept, with its own memory. The largest exchange counts as if all summands arrived at once, plus a
-    tensor for the sum and the numbers that are sent.
+    Assume that every value is saved in separate memory, and that all summands of the largest exchange arrive at once, plus
+    one tensor for the sum and one for the sent numbers.
     """
     numbers = 2 + optimizer_named(optimizer).state
     values = {v.key: v for s in steps.phase("forward") if isinstance(s, ComputeStep) for v in (*s.reads, s.writes)}
@@ -222,7 +221,7 @@ def most_bytes(steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum"
 
 
 def parameter_entries(steps: StepList, graph: Graph, device: int) -> tuple[int, int]:
-    """Return the entries of parameters and buffers on a device, and of those that it trains."""
+    """Return the number of entries of all parameters and buffers on a device, and of the trainable ones."""
     kept: dict[str, int] = {}
     trained: dict[str, int] = {}
     for step in steps.phase("forward"):
@@ -230,7 +229,7 @@ def parameter_entries(steps: StepList, graph: Graph, device: int) -> tuple[int, 
             layer = graph[step.layer]
             for key, layout in step.parameters.items():
                 parameter = layer.parameters[key]
-                # Two layers may share one parameter: by its key it counts once.
+                # Two layers may share a parameter, which counts once by its key.
                 kept[parameter.key] = held_entries(layout, device, parameter.shape)
                 if parameter.trainable:
                     trained[parameter.key] = kept[parameter.key]
@@ -240,7 +239,7 @@ def parameter_entries(steps: StepList, graph: Graph, device: int) -> tuple[int, 
 def _gathered_entries(program: DeviceProgram) -> tuple[int, int]:
     """Return the peak entries of gathered parameters, and of their whole gradients without the local shards.
 
-    Until its sum ends, a device holds the whole gradient but not its shard.
+    Until the gradient sum ends, a device holds the whole gradient, but not yet its shard.
     """
     whole: dict[str, int] = {}
     gradients: dict[int, int] = {}
@@ -262,10 +261,10 @@ def _gathered_entries(program: DeviceProgram) -> tuple[int, int]:
 
 
 def _activations(program: DeviceProgram, steps: StepList, graph: Graph) -> int:
-    """Return the entries kept from forward to backward; a tensor that several layers keep counts once.
+    """Return the entries saved for backward; a tensor that several layers save counts once.
 
-    Convolutions, Linear and batch norms over several devices keep their input. Autograd keeps input and output of every other
-    layer. Indices of max pooling and masks of dropout are not counted. Flatten is a view of its input.
+    Convolutions, Linear layers and batch norms over several devices save their input. For any other layer, autograd saves
+    input and output. Indices of max pooling and masks of dropout are not counted. Flatten is a view of its input.
     """
     back = {step.layer for step in steps.phase("backward") if isinstance(step, ComputeStep)}
     shared = (step for step in steps.phase("forward") if isinstance(step, GatherStatistics))
@@ -281,7 +280,7 @@ def _activations(program: DeviceProgram, steps: StepList, graph: Graph) -> int:
 
 
 def _views(program: DeviceProgram, steps: StepList, graph: Graph) -> dict[str, str]:
-    """Return values that share memory with another value on this device: flattened, or moved without receiving or rounding."""
+    """Map each value that shares memory with another one on this device (flattened, or moved without a copy) to that one."""
     flattened = {
         step.writes.key: step.reads[0].key
         for step in steps.phase("forward")
@@ -299,9 +298,9 @@ def _views(program: DeviceProgram, steps: StepList, graph: Graph) -> dict[str, s
 
 
 def exchange_bytes(program: DeviceProgram, steps: StepList, itemsize: int = 4) -> dict[int, int]:
-    """Return the buffer bytes of each exchange of a device, by step: received messages, narrow numbers to send, flat sums.
+    """Return a device's buffer bytes of each exchange, by step: received messages, narrow copies to send, flat sums.
 
-    A gradient that is moved, or its narrow copy, is held until it is sent, while the layer's other gradient is computed.
+    A moved gradient, or its narrow copy, stays in memory until it is sent, while the layer's other gradient is computed.
     """
     rounds: dict[int, dict[int, int]] = {}  # by step and round
     flat: Counter[int] = Counter()
@@ -339,7 +338,7 @@ def exchange_bytes(program: DeviceProgram, steps: StepList, itemsize: int = 4) -
                         taken[op.number] = taken.get(op.number, 0) + message.size * narrow_itemsize(itemsize)
     found: dict[int, int] = {}
     for step, taken in rounds.items():
-        # All chunks of a move start together; of a sum, only the rounds with separate memory.
+        # All chunks of a move are in flight at once; of a sum, only the rounds with separate buffers.
         at_once = len(slots.get(step, ())) or 1
         found[step] = flat[step] + (
             max(taken.values(), default=0) * at_once if flat[step] or step in slots else sum(taken.values())

@@ -1,4 +1,4 @@
-"""Computes the rates of messages from the resources that they share."""
+"""Describes a fleet's network, and computes the rates of simultaneous messages that share it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from convoy.fleet import WITHIN_HOST, Fleet, Nic
 from convoy.fleet.file import CLOSED, MOST
 
 SHARE = 0.5
-"""The fraction of a computing processor that messages get if they need it: two runnable threads take turns."""
+"""The most of a processor that messages get while it also computes: two runnable threads take turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class QuotaNoise:
 
     Attributes:
         overlap_delay_s: extra seconds of a gradient sum's round while the device computes.
-        rested_s: the most seconds that a device gains after a rest, from unused quota.
-        burst: its speed meanwhile, as a multiple of its mean speed.
+        rested_s: the most seconds that a device gains after a rest, by using saved quota.
+        burst: its speed while it uses saved quota, as a multiple of its mean speed.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
@@ -39,17 +39,17 @@ class Network:
 
     Attributes:
         host: index of each device's host.
-        send_bytes_per_s, receive_bytes_per_s: of each host's NIC, per direction, shared by all its messages.
-        within_bytes_per_s: of each host's memory, for messages between its own devices.
-        latency_s: `latency_s[i][j]` from device i to j: from the sender being ready to the first byte.
-        pair_bytes_per_s: `pair_bytes_per_s[i][j]`, reached by one message alone.
-        processor_s_per_byte: of each device's processor, per byte sent or received.
-        jitter_s: by device, its delay at an exchange after computing, relative to its mean speed; empty if not
-            measured. See `convoy.measure.overhead_probe`.
-        noise: of each device, None without a CPU quota. Empty if no device has one.
+        send_bytes_per_s, receive_bytes_per_s: rates of each host's NIC, shared by all its messages in that direction.
+        within_bytes_per_s: rate of each host's memory, for messages between its own devices.
+        latency_s: `latency_s[i][j]` is the time until the first byte from device i reaches device j.
+        pair_bytes_per_s: `pair_bytes_per_s[i][j]` is the rate of a message from i to j without other messages.
+        processor_s_per_byte: processor seconds of each device per byte sent or received.
+        jitter_s: by device, its mean delay at an exchange after computing; empty if not measured. See
+            `convoy.measure.overhead_probe`.
+        noise: the noise of each device, None without a CPU quota; empty if no device has a quota.
         segment: index of each host's network segment, -1 without one; empty if the fleet has no segments.
-        uplink_send_bytes_per_s, uplink_receive_bytes_per_s: of each segment, shared by all messages that leave or enter it.
-        largest_latency_s: over all pairs of different devices.
+        uplink_send_bytes_per_s, uplink_receive_bytes_per_s: rates of each segment's uplink, shared by all its messages.
+        largest_latency_s: the largest latency between two devices.
     """
 
     host: tuple[int, ...]
@@ -79,7 +79,7 @@ class Network:
 def network_of(
     fleet: Fleet, processor_s_per_byte: Sequence[float] | None = None, jitter_s: Sequence[float] = ()
 ) -> Network:
-    """Return the network of a fleet. Links come from the fleet if measured, else from the NICs."""
+    """Return the network of a fleet. Use measured links where the fleet has them, else the NICs."""
     names = [host.name for host in fleet.hosts]
     place = {name: index for index, name in enumerate(names)}
     host = tuple(place[device.host] for device in fleet.devices)
@@ -108,7 +108,7 @@ def network_of(
 def _between_hosts(
     fleet: Fleet, place: Mapping[str, int], nics: Sequence[Nic]
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Return latency and bandwidth from host to host: all pairs of `Fleet.path` at once."""
+    """Return latency and bandwidth between all pairs of hosts, equal to `Fleet.path` but faster."""
     latency_s = [[max(a.latency_s, b.latency_s) for b in nics] for a in nics]
     bandwidth = [[min(a.send_bytes_per_s, b.receive_bytes_per_s) for b in nics] for a in nics]
     for index in range(len(nics)):
@@ -134,7 +134,7 @@ def _between_hosts(
 def rates(
     network: Network, flows: Sequence[tuple[int, int]], processor_room: Sequence[float] | None = None
 ) -> npt.NDArray[np.float64]:
-    """Return bytes/s of each (sender, receiver) message while all of them flow: max-min fair.
+    """Return the max-min fair rates (bytes/s) of simultaneous messages, given as (sender, receiver).
 
     All rates grow together. When a NIC, a memory, a processor or a pair's limit is full, the messages that use it keep their
     rate, and the others grow further (progressive filling).
@@ -163,7 +163,7 @@ def rates(
 def _resources(
     network: Network, flows: Sequence[tuple[int, int]], processor_room: Sequence[float] | None
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return use[resource, flow], and the room of each resource."""
+    """Return the matrix use[resource, flow], and the capacity of each resource."""
     rows: dict[tuple[str, int], npt.NDArray[np.float64]] = {}
     room: dict[tuple[str, int], float] = {}
 

@@ -1,8 +1,8 @@
 """Simulates a step: when each device computes, sends and receives.
 
-This file prices the operations of the device programs in seconds and bytes; `events.py` plays all programs together.
-Computations take the seconds of their sizes. Operations around messages take the seconds of their copies, additions and calls
-(`costs.py`); those with no message between them become one item.
+This file assigns seconds and bytes to the operations of the device programs; `events.py` plays all programs together.
+A computation takes the seconds of its size. Operations around messages take the seconds of their copies, additions and calls
+(`costs.py`); consecutive ones become one item.
 """
 
 from collections import defaultdict
@@ -22,27 +22,27 @@ from convoy.simulate.events import HELD_BYTES, Await, Begin, Item, Key, Mark, Pr
 
 _WAITS = (ops.WaitRound, ops.TakeSum, ops.WaitSum, ops.FinishSums)
 _UNHANDLED = (ops.Compute, ops.Fused, ops.ExchangeRound, ops.BeginSum, ops.EndSum, *_WAITS)
-"""Operations that copy and add nothing. A tuple: `A | B` would be built again in each of a planner's 100,000 calls."""
+"""Operations without copies and additions. A tuple, because a planner's 100,000 calls would build `A | B` again each time."""
 
 LOSS = "loss"
 """The label of computing the loss."""
 
 LOSS_BYTES = 16
-"""One device's sum and count of the loss, in float64."""
+"""Bytes of one device's sum and count of the loss, in float64."""
 
 
 def simulate(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = True) -> Timeline:
     """Simulate one training step.
 
     Args:
-        overlap: False: every device (senders too) waits at each move and sum, and nothing is sent before its receiver is
-            ready. The difference is the gain of overlap.
+        overlap: False: all devices, senders included, wait at each move and sum, and no message starts before its receiver
+            is ready. Compare both to get the gain from overlap.
     """
     return play(programs(steps, graph, costs, overlap=overlap), costs.network, HELD_BYTES if overlap else 0)
 
 
 def programs(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = True) -> list[Program]:
-    """Return the simulator's program of every device; `overlap` as in `simulate`."""
+    """Return the simulator's program for every device; `overlap` as in `simulate`."""
     labels = {step.id: f"{type(step).__name__} {step.id}" for step in steps.steps}
     trained = {
         parameter.key: (step.parameters[key], parameter)
@@ -69,7 +69,7 @@ def layers_s(steps: StepList, graph: Graph, costs: Costs) -> dict[str, tuple[flo
 
 
 def seconds_by_phase(steps: StepList, graph: Graph, times: ComputeTimes) -> list[dict[str, float]]:
-    """For each device, return the seconds of its part of each layer and phase, such as "forward conv1"."""
+    """For each device, return its seconds by phase and layer, with keys such as "forward conv1"."""
     rows: list[dict[str, float]] = [defaultdict(float) for _ in range(steps.devices)]
     for name, phase, device, seconds in _arithmetic(steps, graph, times):
         rows[device][f"{phase} {name}"] += seconds
@@ -91,7 +91,7 @@ def _arithmetic(steps: StepList, graph: Graph, times: ComputeTimes) -> Iterator[
 
 
 class _Pricer:
-    """The converter of one device's program to simulator items with seconds."""
+    """The converter from one device's program to simulator items with seconds."""
 
     def __init__(
         self, program: DeviceProgram, steps: StepList, graph: Graph, costs: Costs, labels: dict[int, str]
@@ -99,7 +99,7 @@ class _Pricer:
         self.source, self.steps, self.graph, self.costs, self.labels = program, steps, graph, costs, labels
         self.device = program.device
         self.overhead = costs.overhead(self.device)
-        # The first calls of a gradient sum count where its gradients are packed.
+        # The calls of a gradient sum's first round are charged where its gradients are packed.
         self.first_calls_s: dict[int, float] = {}
         for operation in program.sums:
             if isinstance(operation, ops.ExchangeRound) and operation.step not in self.first_calls_s:
@@ -115,7 +115,7 @@ class _Pricer:
         return [*main, *self._finish(kept)], list(self._lane(self.source.sums))
 
     def _loss(self) -> Iterable[Item]:
-        """Yield loss and gradient of this device's outputs; with local outputs, also the sum of losses over devices."""
+        """Yield the items of the loss and its gradient; with local outputs, also the sum of the devices' losses."""
         step = len(self.steps.steps) + 1
         held = [held_entries(v.layout, self.device, v.shape) for v in self.steps.outputs]
         seconds = self.overhead.loss_s(held, self.costs.itemsize)
@@ -193,7 +193,7 @@ class _Pricer:
         return Await(step, self.labels[step], frozenset(keys))
 
     def _segment(self, fused: ops.Fused) -> Iterable[Item]:
-        """Yield the layers of a segment. The first layer includes Python and waiting for a host that queues slowly."""
+        """Yield the layers of a segment. The first layer includes Python's time, and the wait for a host that queues slowly."""
         called = True
         rest: list[Operation] = []
         waits_s = 0.0
@@ -213,7 +213,7 @@ class _Pricer:
         yield from self._lane(rest)
 
     def _computation(self, operation: ops.Compute, *, called: bool) -> Work:
-        """Return a layer's seconds; with `called`, also the Python time of the layer or of the segment it begins."""
+        """Return a layer's seconds; with `called`, including the Python time of the layer or of the segment that it begins."""
         label = f"{operation.layer} {operation.phase}" + ("" if operation.part == "all" else f" {operation.part}")
         layer = self.graph[operation.layer]
         part = operation.part if operation.part in ("input", "weight") else "all"
@@ -229,10 +229,10 @@ class _Pricer:
 
     def _finish(self, kept: Sequence[tuple[Layout, Parameter]]) -> Iterable[Item]:
         held = [held_entries(how, self.device, p.shape) for how, p in kept if holds(how, self.device)]
-        # Gradients summed together are in one tensor; at the end of a step each gets its own memory.
+        # Gradients that are summed in one flat tensor are copied to separate tensors at the end of a step.
         copied = [o for o in self.source.backward if isinstance(o, ops.Unpack) and o.copied]
         own = sum((Handling(copied=sum(o.sizes), made=o.sizes) for o in copied), NOTHING)
-        # Bytes become floats, which are shifted and scaled in place: about the memory traffic of two copies.
+        # Images become floats, normalised in place: about the memory traffic of two copies.
         loaded = Handling(copied=2 * sum(held_entries(v.layout, self.device, v.shape) for v in self.steps.inputs))
         rest_s = self.overhead.step_s + self.overhead.handling_s(own + loaded, self.costs.itemsize)
         update_s = sum(held) * self.costs.update_s(self.device) + len(held) * self.overhead.update_s_per_tensor

@@ -1,6 +1,6 @@
 """Holds the measurement of a fleet (layer times, links, optimizer, overheads), and reads and writes its file.
 
-The file is a fleet file with one more table, written by `convoy measure` and readable by a person::
+The file is a fleet file with one more table, written by `convoy measure`::
 
     [[host]] ... [[device]] ... [[link]] ...      # as in fleet/file.py, NICs and links as measured
 
@@ -13,7 +13,7 @@ The file is a fleet file with one more table, written by `convoy measure` and re
     device = [ { device = "attic-cpu", send_s_per_byte = 4e-10, ... }, ... ]
     layer = [ { device = "attic-cpu", layer = "conv1", samples = 4, outputs = 50, inputs = 3, forward_s = ... }, ... ]
 
-All seconds are wall-clock seconds, including the device's slow-down and CPU quota.
+All seconds are wall-clock seconds, and include the device's slowdown and CPU quota.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,10 +36,10 @@ from convoy.simulate.interval import OTHER_NET, Errors, of_repeats, together
 from convoy.simulate.network import QuotaNoise, network_of
 
 FORMAT = 2
-"""Format 1 lacks batch norms with shared statistics and overheads. Without these predictions are too low, so it is refused."""
+"""The file format's version. Format 1 is refused: it lacks overheads and shared statistics, so predictions were too low."""
 
 GIGABIT = Nic(send_bytes_per_s=118e6, receive_bytes_per_s=118e6, latency_s=1e-4)
-"""The assumed NIC of unmeasured hosts: the rates of messages on the most common Ethernet."""
+"""The assumed NIC of unmeasured hosts: the rates that messages reach on Gigabit Ethernet."""
 
 Seconds = Annotated[float, Strict(), Field(ge=0, le=1e9)]
 Spread = Seconds  # (slowest - fastest) / typical of the repetitions
@@ -49,14 +49,14 @@ _Rate = Annotated[float, Strict(), Field(ge=0, le=MOST)]
 
 @dataclass(frozen=True, slots=True)
 class LayerPoint:
-    """One layer on one device at one size.
+    """The measured times of one layer on one device at one size.
 
     Attributes:
         samples, outputs, inputs: the size, as in `convoy.plan.device_program.LocalSize`.
         forward_s, backward_s: seconds of one call; backward is 0 without a gradient.
-        spread: of forward and backward together.
-        shared: a batch norm that shares its statistics with other devices.
-        beside: a plan's size, not a point of the grids.
+        spread: spread of forward + backward over the repetitions.
+        shared: whether this is a batch norm that shares its statistics with other devices.
+        beside: whether this is a plan's size outside the grids.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
@@ -74,17 +74,17 @@ class LayerPoint:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCosts:
-    """The other measured costs of a device. For all fields not named here see `Overheads` and `Network`.
+    """The measured costs of a device other than its layers. For fields not listed here see `Overheads` and `Network`.
 
     Attributes:
-        send_s_per_byte, receive_s_per_byte: seconds of its processor per byte of traffic. Under a quota of a fifth of a core,
-            these are five times the seconds of a whole core.
-        update_s_per_entry: of SGD with momentum, per entry of the parameters it holds.
-        other_load: extra time caused by other programs, at most, as a fraction: 0.5 is 50 % longer.
-        flop_per_s, memory_bytes_per_s: speeds it reached at weighted layers, and at all others; 0: not known.
-        process_bytes: resident memory of the process before training, without the model; 0: not known.
-        measured_w, measured_by: of older files, unused.
-        noise: None without a CPU quota.
+        send_s_per_byte, receive_s_per_byte: processor seconds per byte of traffic. Under a quota of a fifth of a core,
+            they are five times those of a whole core.
+        update_s_per_entry: seconds of SGD with momentum per parameter entry.
+        other_load: the most extra time caused by other programs, as a fraction: 0.5 is 50 % longer.
+        flop_per_s, memory_bytes_per_s: speeds reached in weighted layers, and in all others; 0: unknown.
+        process_bytes: resident memory of the process before training, without the model; 0: unknown.
+        measured_w, measured_by: keys of older files, unused.
+        noise: the noise model; None without a CPU quota.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
@@ -115,13 +115,13 @@ class DeviceCosts:
 
     @property
     def processor_s_per_byte(self) -> float:
-        """The mean of both directions. The network model charges it at both ends of a message."""
+        """The mean of both directions. The network model charges it to sender and receiver."""
         return (self.send_s_per_byte + self.receive_s_per_byte) / 2
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSpread:
-    """The spread of a link's repetitions."""
+    """The spread of a link's repeated measurements."""
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
     source: Text
@@ -135,16 +135,16 @@ class Measurement:
     """A measurement of a fleet with a model.
 
     Attributes:
-        fleet: with NICs and links as measured.
-        net, fingerprint, batch: the model by name and by `Graph.fingerprint`, and the largest batch that was timed.
-        convoy, torch, date: versions, and when (ISO 8601).
-        device: one per device of the fleet, in its order.
+        fleet: the fleet with measured NICs and links.
+        net, fingerprint, batch: the model's name and `Graph.fingerprint`, and the largest batch that was timed.
+        convoy, torch, date: versions, and the time of the measurement (ISO 8601).
+        device: costs of each device, in the fleet's order.
         layer: points of every layer on every device. Those with all inputs fill a rectangle of samples x outputs;
             those with fewer inputs fill a rectangle of samples x inputs, with all outputs.
-        precision: of the layers' arithmetic; see `convoy.runtime.precision`.
+        precision: number format of the layers; see `convoy.runtime.precision`.
 
     Raises:
-        InputError: a device or layer is missing, unknown or there twice; points that fill no rectangle.
+        InputError: a device or layer is missing, unknown or duplicate; the points fill no rectangle.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
@@ -169,8 +169,8 @@ class Measurement:
                     raise InputError(f"measured.{section}[{i}].device: {unknown_name('device', row.device, names)}")
         if [costs.device for costs in self.device] != names:
             raise InputError(
-                f"measured.device has rows for {', '.join(c.device for c in self.device) or 'nobody'}: it has one for each "
-                f"device of the fleet, in its order ({', '.join(names)}); measure again"
+                f"measured.device has rows for {', '.join(c.device for c in self.device) or 'no device'}: it needs one row "
+                f"for each device of the fleet, in this order ({', '.join(names)}); measure again"
             )
         tables = [self.points_of(name) for name in names]
         for name, table in zip(names, tables, strict=True):
@@ -195,7 +195,7 @@ class Measurement:
         """Return the costs of the measured model.
 
         Raises:
-            MismatchError: another model.
+            MismatchError: `graph` is another model.
         """
         if graph.fingerprint != self.fingerprint:
             raise MismatchError(
@@ -207,10 +207,10 @@ class Measurement:
         return self._costs_with(MeasuredTimes(times), itemsize)
 
     def best_costs(self, graph: Graph, itemsize: int = 4) -> Costs:
-        """Return the costs of any model. If it was not measured, use the speeds that the devices reached with another.
+        """Return the costs of any model. If it was not measured, use the speeds that the devices reached with another model.
 
         Raises:
-            MismatchError: another model, and the file has no such speeds.
+            MismatchError: `graph` was not measured, and the file has no such speeds.
         """
         if graph.fingerprint == self.fingerprint or not all(e.flop_per_s and e.memory_bytes_per_s for e in self.device):
             return self.costs(graph, itemsize)
@@ -238,7 +238,7 @@ class Measurement:
         )
 
     def _errors(self) -> Errors:
-        """Return the errors of times and rates, by the spread of their repetitions and by other load."""
+        """Return the error factors of times and rates, from the spread of repetitions and the load by other programs."""
         devices = []
         for costs in self.device:
             largest = [
@@ -254,7 +254,7 @@ class Measurement:
     # --- other devices -----------------------------------------------------------------------------------------------
 
     def of_devices(self, indices: Sequence[int]) -> Self:
-        """Return the measurement of some devices, in this order."""
+        """Return the measurement restricted to these devices, in this order."""
         devices = tuple(self.fleet.devices[i] for i in indices)
         names, hosts = {device.name for device in devices}, {device.host for device in devices}
         return replace(
@@ -266,14 +266,14 @@ class Measurement:
         )
 
     def with_device(self, joining: "Measurement", nic: Nic = GIGABIT) -> Self:
-        """Return the measurement with a device appended that was measured alone.
+        """Return this measurement plus a device that was measured alone.
 
         Args:
             joining: the measurement of that device. A duplicate name gets a number.
-            nic: NIC of unmeasured hosts.
+            nic: the assumed NIC of unmeasured hosts.
 
         Raises:
-            MismatchError: it was measured with another model, or in another precision.
+            MismatchError: the device was measured with another model or precision.
         """
         for field in ("fingerprint", "precision"):
             ours, theirs = getattr(self, field), getattr(joining, field)
@@ -307,7 +307,7 @@ class Measurement:
         """Read a measurement. `source` names the file in errors.
 
         Raises:
-            InputError: not TOML, no [measured] table, another format, unknown keys, wrong types, missing points.
+            InputError: no TOML, no [measured] table, another format, unknown keys, wrong types, missing points.
         """
         _, measured = cls._from_sections(parse_toml(text, source), source)
         if measured is None:
@@ -361,11 +361,11 @@ _SECTIONS: Mapping[str, type[Any]] = {
     "device": DeviceCosts, "layer": LayerPoint, "link": LinkSpread, "noise": QuotaNoise
 }  # fmt: skip
 _OLD_NOISE = {"beside_s": "overlap_delay_s", "rested_s": "rested_s", "burst": "burst"}
-"""Keys of the noise model in older files, which had no table for it, and their names now."""
+"""Old keys of the noise model, from files that had no table for it, and their current names."""
 
 
 def _with_noise(row: Any) -> Any:
-    """Move the keys of an older file into the noise model."""
+    """Move old keys of the noise model into its table."""
     if not isinstance(row, dict) or not row.keys() & _OLD_NOISE.keys():
         return row
     noise = {new: row[old] for old, new in _OLD_NOISE.items() if old in row}
@@ -395,7 +395,7 @@ def layer_times(points: Sequence[LayerPoint]) -> LayerTimes:
     """Return the times of one layer on one device: grids and corrections.
 
     Raises:
-        InputError: the points of the grids fill no rectangles, or a point is there twice.
+        InputError: the points of the grids fill no rectangles, or a point is duplicate.
     """
     on_grid = [point for point in points if not point.beside] or list(points)
     alone = [point for point in on_grid if not point.shared] or on_grid

@@ -12,7 +12,7 @@ from torch.utils import data
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from convoy.checkpoint.run_folder import torch_dtype
-from convoy.checkpoint.tensors import ModelShards, StateRows
+from convoy.checkpoint.tensors import ModelShards
 from convoy.comm.control_messages import agree_on, from_first
 from convoy.errors import InputError
 from convoy.machine.accelerator import bring
@@ -25,7 +25,7 @@ from convoy.train.random_states import generators_in, read_states, set_states
 # --- the optimizer ---------------------------------------------------------------------------------------------------
 
 
-def state_rows(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Mapping[str, StateRows]:
+def state_rows(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Mapping[str, Mapping[str, Any]]:
     """Describe the optimizer state of a model's whole parameters, given by `names`.
 
     InputError if the optimizer has none of them, or state that cannot be split.
@@ -46,7 +46,7 @@ def state_rows(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Mapping[str
 
 @torch.no_grad()
 def rebind(
-    optimizer: Optimizer, names: Mapping[Tensor, str], before: Mapping[str, StateRows], part: Distributed
+    optimizer: Optimizer, names: Mapping[Tensor, str], before: Mapping[str, Mapping[str, Any]], part: Distributed
 ) -> None:
     """Replace a model's parameters in an optimizer by this device's shards of them. Every device calls it.
 
@@ -71,7 +71,7 @@ def rebind(
 
     def whole(key: str, name: str) -> Tensor:
         dtype = torch_dtype(rows[key][name]["dtype"])
-        return own[key][name] if parts.is_first else torch.empty(0, dtype=dtype)
+        return own[key][name] if parts.group.device == 0 else torch.empty(0, dtype=dtype)
 
     state = {key: parts.scatter_state(key, named, partial(whole, key)) for key, named in rows.items()}
     for group in optimizer.param_groups:

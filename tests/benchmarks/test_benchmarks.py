@@ -182,17 +182,17 @@ def test_page_text_matches_the_numbers() -> None:
     good = validation_page(Paper([small_result()], "figures/validation.png"))
     # Errors 0, 5 % and 0; filter-split: master and auto.
     assert (
-        "Mean absolute error over all: 1.7% of 3 rows (median 0.0%, worst 5.0%, with its sign +1.7%); the target of 5% is met."
+        "Mean absolute error of all rows (3): 1.7% (median 0.0%, worst 5.0%, signed mean +1.7%); the target of 5% is met."
         in good
     )
-    assert "over the filter-split rows: 2.5% of 2 rows" in good
-    assert "within 3 % of the best in 100% of 1 cases; the target of 95% is met" in good
+    assert "of the filter-split rows (2): 2.5%" in good
+    assert "within 3 % of the best plan's in 100% of 1 cases; the target of 95% is met" in good
     assert (
-        "holds 100% of 3 rows; the target of 90% is met. Its factor is from these rows. Nets below the target: none."
-        in good
+        "contains 100% of 3 rows; the target of 90% is met. Its factor was calculated from these rows. "
+        "Nets below the target: none." in good
     )
-    assert "differs by 1.0e-06 at most" in good
-    assert "took during the runs: 4.0% of the machine at most" in good
+    assert "differ by 1.0e-06 at most" in good
+    assert "used 4.0% of the machine's processor time at most" in good
     assert (
         "emulated on 2 cores of a processor, Linux 6, Python 3.11, torch 2.13; random images; convoy at abc; 2026-01-01."
         in good
@@ -201,7 +201,7 @@ def test_page_text_matches_the_numbers() -> None:
     assert "| f | net | 8 | `data` | 1 s | 1 s | +0.0% | 3.0% | 1.5% | 3 x 3 |" in good
     assert "![Predicted against measured](figures/validation.png)" in good
     bad = validation_page(Paper([small_result(scale=2.0)], None))
-    assert "Mean absolute error over all: 49.2% of 3 rows" in bad
+    assert "Mean absolute error of all rows (3): 49.2%" in bad
     assert "Nets below the target: net 0%." in bad
     assert bad.count("is missed") == 5
     assert "![" not in bad

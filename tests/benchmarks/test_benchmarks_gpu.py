@@ -23,7 +23,7 @@ def test_every_check_runs_and_passes() -> None:
     done = subprocess.run(argv, cwd=ROOT, text=True, capture_output=True, timeout=550, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     first, *found = done.stdout.splitlines()
-    assert first.startswith("No accelerator that torch can use is here") or torch.accelerator.is_available()
+    assert first.startswith("torch finds no accelerator on this machine") or torch.accelerator.is_available()
     assert {word for line in found for word in line.split() if word in PARTS} == set(PARTS)
     assert any(line.startswith("ok streams") for line in found)
 
@@ -47,7 +47,7 @@ def test_failed_check_is_a_row_and_the_run_continues(monkeypatch: pytest.MonkeyP
 
 def test_committed_page_is_from_a_gpu_or_says_none_ran() -> None:
     page = (ROOT / "docs" / "gpu.md").read_text()
-    assert page == page_of_none() or "| part | what | found | as it should be |" in page
+    assert page == page_of_none() or "| part | test | result | as expected |" in page
     assert all(f"| {part} |" in page for part in PARTS)
 
 

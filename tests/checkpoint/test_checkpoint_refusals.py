@@ -240,7 +240,7 @@ def test_unserialisable_contents_are_refused(tmp_path: Path) -> None:
     own.param_groups[0]["hook"] = print
     table = {"mean": torch.zeros(20_000)}
     for word, refused in {
-        "only tensors, numbers and texts can be moved or saved": lambda: save_checkpoint(tmp_path, model, lbfgs),
+        "only tensors, numbers and strings can be moved or saved": lambda: save_checkpoint(tmp_path, model, lbfgs),
         "a parameter group of SGD holds a builtin_function": lambda: save_checkpoint(tmp_path, model, own),
         "settings holds a Tensor of 20000 numbers": lambda: save_checkpoint(tmp_path, model, settings=table),
         "state_dict.. has a dict under '_extra_state'": lambda: save_checkpoint(tmp_path, Named()),

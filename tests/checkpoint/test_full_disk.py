@@ -92,7 +92,7 @@ def test_training_continues_while_the_disk_is_full(tmp_path: Path, monkeypatch: 
 
 
 def test_the_last_checkpoint_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("convoy.checkpoint.checkpointer.PAUSES_S", (0.01,) * 5)
+    monkeypatch.setattr("convoy.checkpoint.checkpoint.PAUSES_S", (0.01,) * 5)
     disk = Disk(monkeypatch, full_at(1, 2, 3, 4))
 
     def work(keeper: Checkpointer) -> None:
@@ -111,7 +111,7 @@ def test_the_last_checkpoint_is_retried(tmp_path: Path, monkeypatch: pytest.Monk
 def test_full_disk_at_the_last_checkpoint_is_an_error_on_all_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("convoy.checkpoint.checkpointer.PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr("convoy.checkpoint.checkpoint.PAUSES_S", (0.01, 0.01))
     Disk(monkeypatch, full_at(1, 2, 3, 4))
 
     def work(keeper: Checkpointer) -> str:

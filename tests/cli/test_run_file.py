@@ -167,7 +167,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot read the run file .*: it is a folder"):
         resolve_settings(tmp_path, {})
     (tmp_path / "picture").write_bytes(b"\x89PNG\xff")
-    with pytest.raises(InputError, match="picture: it is no text in UTF-8"):
+    with pytest.raises(InputError, match="picture: it is not UTF-8 text"):
         resolve_settings(tmp_path / "picture", {})
 
 

@@ -126,7 +126,7 @@ def test_a_launcher_makes_a_key_for_each_job(tmp_path: Path) -> None:
     write_key_file(tmp_path / "job.key")
     named = {job_key.KEY_FILE: str(tmp_path / "job.key")}
     assert key_to_start(named) == read_key_file(tmp_path / "job.key")
-    with pytest.raises(InputError, match="leave --job-key"):
+    with pytest.raises(InputError, match="remove --job-key"):
         key_to_start(named | {job_key.TRUST: "1"})
 
 

@@ -257,14 +257,14 @@ sleep 0.$RANK
 """
     output = io.StringIO()
     fleet = fleet_of([0.4] * 3)
-    assert emulate(fleet, ["sh", "-c", script], timeout_s=HANG_S, output=output, goes_on=True) == 0
+    assert emulate(fleet, ["sh", "-c", script], timeout_s=HANG_S, output=output, continues=True) == 0
     text = output.getvalue()
     assert "from 0\n" in text
     assert "from 1\n" in text
     assert "from 2\n" in text
     assert "device 0 (a-cpu on host a) ended with status 137\n" in text
     command = ["sh", "-c", "exit 3"]
-    assert emulate(fleet_of([0.4] * 2), command, timeout_s=HANG_S, output=io.StringIO(), goes_on=True) == 3
+    assert emulate(fleet_of([0.4] * 2), command, timeout_s=HANG_S, output=io.StringIO(), continues=True) == 3
 
 
 @needs_root
@@ -361,7 +361,7 @@ def test_the_next_run_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     output = io.StringIO()
     assert emulate(fleet_of([0.4] * 2), ["true"], timeout_s=HANG_S, output=output) == 0
     (line,) = output.getvalue().splitlines()
-    assert line.startswith(f"convoy emulate: removed what killed runs had left: convoy-{process.pid}-")
+    assert line.startswith(f"convoy emulate: removed leftovers of killed runs: convoy-{process.pid}-")
     assert [name.rsplit("-", 1)[1] for name in sorted(line.split(", ")[1:])] == ["_switch", "a", "b"]
     assert not any(alive(pid) for pid in pids)
 

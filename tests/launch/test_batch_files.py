@@ -14,7 +14,7 @@ import yaml
 
 from convoy.errors import InputError
 from convoy.fleet import Device, Fleet, Host, Nic
-from convoy.launch.batch_files import Command, jobset, line_to_paste, sbatch_file
+from convoy.launch.fleet import Command, jobset, line_to_paste, sbatch_file
 from convoy.launch.host_job import host_jobs
 from tests.support.json_schema import breaches
 from tests.support.processes import PLACE, ROOT

@@ -45,8 +45,8 @@ BY_HAND_WITH_LIMITS = [
     (20, (10, 5, 4, 1), {"at_least": (0, 0, 0, 2), "at_most": (7, 20, 20, 20)}, (7, 6, 5, 2)),  # 11 in 5 to 4
     (6, (1, 1, 1), {"at_least": (2, 2, 2)}, (2, 2, 2)),
     (6, (5, 1, 0), {"at_most": (2, 2, 2)}, (2, 2, 2)),
-    (10, (9, 1), {"quantum": 2, "at_least": (0, 3)}, (6, 4)),  # 3 entries need two portions of 2
-    (10, (9, 1), {"quantum": 2, "at_most": (5, 10)}, (4, 6)),  # 5 entries are room for two portions of 2
+    (10, (9, 1), {"quantum": 2, "at_least": (0, 3)}, (6, 4)),  # 3 entries need two multiples of 2
+    (10, (9, 1), {"quantum": 2, "at_most": (5, 10)}, (4, 6)),  # 5 entries are room for two multiples of 2
     (5, (1, 0), {"at_least": (0, 2)}, (3, 2)),
     (5, (1, 0), {"at_most": (3, 5)}, (3, 2)),  # weight zero, but nobody else has room
     (7, (1, 0, 0), {"at_most": (3, 9, 9)}, (3, 2, 2)),
@@ -91,17 +91,17 @@ def test_speeds_may_be_as_far_apart_as_floats(
 @pytest.mark.parametrize(
     ("total", "weights", "limits", "message"),
     [
-        (5, (), {}, r"share 5 by the weights \(\): .*not all zero; give at least one positive speed"),
-        (5, (0.0, 0.0), {}, r"share 5 by the weights \(0\.0, 0\.0\): .*not all zero; give at least one positive speed"),
+        (5, (), {}, r"split 5 by the weights \(\): .*not all zero; give at least one positive speed"),
+        (5, (0.0, 0.0), {}, r"split 5 by the weights \(0\.0, 0\.0\): .*not all zero; give at least one positive speed"),
         (5, (1.0, -2.0), {}, r"weights \(1\.0, -2\.0\): weights must be finite, not negative.*give"),
         (5, (1.0, float("nan")), {}, r"weights \(1\.0, nan\): weights must be finite.*give"),
         (0, (1.0, float("inf")), {}, r"weights \(1\.0, inf\): weights must be finite.*give"),
-        (-1, (1,), {}, r"share -1 in portions of 1: .* multiple; change the layer"),
-        (10, (1, 1), {"quantum": 4}, r"share 10 in portions of 4: .* multiple; change the layer"),
+        (-1, (1,), {}, r"split -1 into multiples of 1: .* not negative; change the layer"),
+        (10, (1, 1), {"quantum": 4}, r"split 10 into multiples of 4: .* multiple, .* change the layer"),
         (5, (1, 1), {"at_most": (2, 2)}, r"shares of 5 .*at most \(2, 2\).*loosen the limits or add a device"),
         (5, (1, 1), {"at_least": (3, 3)}, r"shares of 5 .*at least \(3, 3\).*loosen the limits or add a device"),
         (5, (1, 1), {"at_least": (3, 0), "at_most": (2, 9)}, r"at least \(3, 0\) and at most \(2, 9\).*loosen"),
-        (4, (1, 1), {"quantum": 2, "at_most": (3, 1)}, r"at most \(1, 0\) portions of 2: loosen"),
+        (4, (1, 1), {"quantum": 2, "at_most": (3, 1)}, r"at most \(1, 0\) times 2: loosen"),
         (0, (1,), {"at_most": (-1,)}, r"shares of 0 .*at most \(-1,\).*loosen"),
     ],
 )
@@ -199,7 +199,7 @@ def test_rescale_by_hand(shares: Shares, total: int, rescaled: Shares) -> None:
 
 
 def test_rescale_of_zero_weights_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"share 3 by the weights \(0, 0\)"):
+    with pytest.raises(PlanError, match=r"split 3 by the weights \(0, 0\)"):
         rescale((0, 0), 3)
 
 
@@ -222,7 +222,7 @@ def test_ranges_and_holders_by_hand(shares: Shares, where: tuple[tuple[int, int]
     ("shares", "message"),
     [
         ((5, 5), "conv1: shares (5, 5) name 2 devices, the fleet has 3: give one share per device"),
-        ((11, -1, 0), "conv1: shares (11, -1, 0) hold a negative count: a share is zero (idle) or more"),
+        ((11, -1, 0), "conv1: shares (11, -1, 0) include a negative one: a share is zero (idle) or more"),
         ((5, 4, 0), "conv1: shares (5, 4, 0) sum to 9, the axis has 10: make them sum to 10"),
     ],
 )

@@ -40,7 +40,7 @@ def test_folder_of_another_user_is_refused(shared: Path, how: str, monkeypatch: 
     else:
         path.mkdir()
         path.chmod(0o755 if how == "open to others" else 0o700)
-    with pytest.raises(InputError, match="in a folder that only this user can access; have it removed"):
+    with pytest.raises(InputError, match="in a folder that only this user can access; have this one removed"):
         roster.rows()
     roster.enter("a job", 0, "cpu")
     assert roster.of_processes([os.getpid()]) == [None]

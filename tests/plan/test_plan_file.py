@@ -216,10 +216,10 @@ def with_layer(name: str, strategy: Strategy) -> Plan:
 UNFIT = [
     # plan, what the message says: the place and the value, the rule, the remedy
     (replace(PLAN, model="0123"), "'by hand' was made for another model (fingerprint 0123", "make a plan for this"),
-    (replace(PLAN, batch=0), "'by hand' has a batch of 0", "one sample at least; set 1 or more"),
+    (replace(PLAN, batch=0), "'by hand' has a batch of 0", "at least one sample; set 1 or more"),
     (replace(PLAN, reduce="tree"), "unknown reduce 'tree'", "choose one of ring, butterfly, direct, star"),
     (replace(PLAN, wire="fp8"), "unknown wire format 'fp8'", "choose one of exact, inexact-bf16"),
-    (replace(PLAN, otherwise=Batch((6, 7, -1))), "(6, 7, -1) hold a negative count", "a share is zero (idle) or more"),
+    (replace(PLAN, otherwise=Batch((6, 7, -1))), "(6, 7, -1) include a negative one", "a share is zero (idle) or more"),
     (replace(PLAN, otherwise=Batch((6, 4, 1))), "(6, 4, 1) sum to 11, the axis has 12", "make them sum to 12"),
     (replace(PLAN, otherwise=One(3)), "all other layers: there is no device 3", "name one of 0 to 2"),
     (with_layer("conv9", One(0)), "names a layer 'conv9' that SmallNet does not have", "its layers are images, feat"),

@@ -13,7 +13,7 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.planner.analytic import CostModel
-from convoy.planner.local_search import LocalSearch
+from convoy.planner.planner import LocalSearch
 from convoy.planner.search import Candidate
 from convoy.simulate.compute import Rate, Roofline
 from convoy.simulate.costs import Costs

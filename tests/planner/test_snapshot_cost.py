@@ -13,9 +13,8 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.strategy import One
-from convoy.planner.prediction import PlanPrediction, predict_plan
+from convoy.planner.prediction import MOST_PART, PlanPrediction, kept_bytes, predict_plan, spare_price
 from convoy.planner.request import PlanRequest
-from convoy.planner.snapshot_cost import MOST_PART, kept_bytes, spare_price
 from convoy.report.plans import show_all
 from convoy.simulate.costs import Overheads
 from tests.support.described_fleets import asked, measured_fleet

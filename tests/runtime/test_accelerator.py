@@ -128,7 +128,7 @@ def test_local_devices_match_torch() -> None:
     assert pick_device("sim", 0) == torch.device("sim:0")
     assert memory_of(torch.device("sim:2"))[1] == sim.GIB
     for name, reason in (
-        ("sim:4", "there is none of that number"),
+        ("sim:4", "no device has this number"),
         ("cuda:0", "torch finds no cuda here"),
         ("simm", ""),
     ):

@@ -246,7 +246,7 @@ def test_a_hook_for_all_modules_is_refused() -> None:
 
 def test_a_hook_that_changes_shapes_is_refused() -> None:
     assert_refused(lambda m: m.get_submodule("stem").register_forward_hook(lambda _m, _x, y: y[:, :, 1:]), "data-by-speed",
-                   "hooks may change numbers", after=False)  # fmt: skip
+                   "hooks may change values", after=False)  # fmt: skip
 
 
 @pytest.mark.parametrize("path", ["stem", "block", "fc"])

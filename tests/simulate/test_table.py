@@ -217,7 +217,7 @@ def test_grid_points_must_fill_rectangles() -> None:
 def test_every_device_has_every_layer_and_its_costs() -> None:
     fleet = Fleet((Host("a"),), (Device("a-cpu", "a", "cpu"), Device("b-cpu", "a", "cpu")))
     one = measured_by(point())
-    with pytest.raises(InputError, match="one for each device"):
+    with pytest.raises(InputError, match="one row for each device"):
         replace(one, fleet=fleet)
     both = (*one.device, replace(one.device[0], device="b-cpu"))
     with pytest.raises(InputError, match="'conv1' is measured on some devices"):

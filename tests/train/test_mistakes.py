@@ -167,12 +167,12 @@ def test_undistributed_model_is_refused() -> None:
 
 def test_data_parallel_wrapper_is_refused() -> None:
     part, x = by_plan(ALONE), images()[:5][0]
-    with pytest.raises(InputError, match=r"leave DataParallel out"):
+    with pytest.raises(InputError, match=r"remove DataParallel"):
         part._replicate_for_data_parallel()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         wrapped = nn.parallel.DistributedDataParallel(nn.Sequential(part))
-        with pytest.raises(InputError, match=r"DistributedDataParallel around .* leave it out"):
+        with pytest.raises(InputError, match=r"DistributedDataParallel around .* remove that wrapper"):
             wrapped(x)
     finally:
         torch.distributed.destroy_process_group()

@@ -29,8 +29,8 @@ from convoy.model.tracing.node_values import (
     mentions_batch,
     without_batch,
 )
-from convoy.model.tracing.python_state import subtree
-from convoy.model.tracing.supported_layers import has_hooks, known, replaced_by_hand
+from convoy.model.tracing.python_state import is_of_user, subtree
+from convoy.model.tracing.supported_layers import known
 from convoy.model.tracing.tracer import Nodes
 from convoy.model.tracing.trials import (
     Observation,
@@ -414,21 +414,6 @@ class LayerBuilder:
         return replace(
             layer, per_sample=not found.dependence, reason=reason, changes_state=found.each, called_everywhere=each
         )
-
-
-def is_of_user(operation: Operation, model: nn.Module) -> bool:
-    """Return whether a call runs Python that is not torch's, which may do something else in a later step."""
-
-    def is_of_torch(thing: Any) -> bool:
-        home = (getattr(thing, "__module__", None) or "torch").partition(".")[0]
-        return home in ("torch", "torchvision", "_operator", "operator", "math", "builtins")
-
-    if isinstance(operation.target, Region):
-        return any(is_of_user(call, model) for call in operation.target.calls)
-    if operation.call != "module":
-        return callable(operation.target) and not is_of_torch(operation.target)
-    modules = model.get_submodule(str(operation.target)).modules()
-    return any(not is_of_torch(type(m)) or has_hooks(m) or bool(replaced_by_hand(m)) for m in modules)
 
 
 def whole(layer: Layer, seen: Observation, why: str, elsewhere: Mapping[str, bool]) -> Layer:

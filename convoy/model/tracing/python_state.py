@@ -25,7 +25,8 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from convoy.errors import InputError
-from convoy.model.tracing.supported_layers import replaced_by_hand
+from convoy.model.operation import Operation, Region
+from convoy.model.tracing.supported_layers import has_hooks, replaced_by_hand
 
 REGISTERED = " (parameters, buffers and submodules)"
 """Ends the name of the value that lists these of a module."""
@@ -439,3 +440,18 @@ def refuse_changes(what: str, modules: Mapping[str, nn.Module], call: Callable[.
         return y
 
     return checked
+
+
+def is_of_user(operation: Operation, model: nn.Module) -> bool:
+    """Return whether a call runs Python that is not torch's, which may do something else in a later step."""
+
+    def is_of_torch(thing: Any) -> bool:
+        home = (getattr(thing, "__module__", None) or "torch").partition(".")[0]
+        return home in ("torch", "torchvision", "_operator", "operator", "math", "builtins")
+
+    if isinstance(operation.target, Region):
+        return any(is_of_user(call, model) for call in operation.target.calls)
+    if operation.call != "module":
+        return callable(operation.target) and not is_of_torch(operation.target)
+    modules = model.get_submodule(str(operation.target)).modules()
+    return any(not is_of_torch(type(m)) or has_hooks(m) or bool(replaced_by_hand(m)) for m in modules)

@@ -102,7 +102,6 @@ def symmetric_padding(conv: Any) -> tuple[int, ...] | None:
     if conv.padding == "same":
         both = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
         return None if any(total % 2 for total in both) else tuple(total // 2 for total in both)
-    assert not isinstance(conv.padding, str)
     return tuple(conv.padding)
 
 
