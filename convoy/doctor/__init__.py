@@ -2,8 +2,8 @@
 
 ::
 
-    facts.py      a device's report on itself and its machine; findings; an examination. Frozen values, to and from JSON
-    examine.py    one examination: alone, as a job, over ssh; which hosts reach each other, and how fast
-    findings.py   from facts to findings, pure
-    doctor.py     the command: tables, findings, the last line
+    facts.py      frozen values and their JSON: each device's facts about itself and its machine, findings, an examination
+    examine.py    collects the facts: alone, as a job, over ssh; which hosts reach each other, and how fast
+    findings.py   derives findings from the facts (pure functions)
+    doctor.py     the command; prints tables, findings and the verdict
 """

@@ -1,4 +1,4 @@
-"""The command: its three ways in, its tables and findings, and its exit status."""
+"""The command `convoy doctor`: runs an examination, prints tables and findings, and returns the exit status."""
 
 import math
 import os
@@ -32,7 +32,7 @@ STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
 def show(found: Examination, findings: Sequence[Finding], took_s: float, console: Console) -> None:
-    """Print tables, findings and the last line."""
+    """Print tables, findings and the verdict."""
     console.print(_devices(found))
     versions = {name: sorted({getattr(each.info, name) for each in found.facts}) for name in ("convoy", "torch")}
     console.print(", ".join(f"{name} {' and '.join(those)}" for name, those in versions.items()), soft_wrap=True)
@@ -44,11 +44,11 @@ def show(found: Examination, findings: Sequence[Finding], took_s: float, console
 
 
 def show_findings(findings: Iterable[Finding], console: Console) -> None:
-    """Print each finding: how bad, what, and the cure."""
+    """Print the severity, the problem and the remedy of each finding."""
     for finding in findings:
         what, cure = (text if text.endswith(".") else f"{text}." for text in (finding.what, finding.cure))
         console.print()
-        # By textwrap, since rich pads wrapped lines with blanks, which get into logs and mails.
+        # Not wrapped by rich: it pads lines with blanks, which appear in logs and mails.
         first, *rest = textwrap.wrap(f"{finding.severity.upper()}: {what}", console.width)
         word, _, start = first.partition(" ")
         console.print(Text.assemble((word, STYLES[finding.severity]), " ", start))
@@ -57,7 +57,7 @@ def show_findings(findings: Iterable[Finding], console: Console) -> None:
 
 
 def verdict(findings: Sequence[Finding], took_s: float) -> Text:
-    """Return the last line."""
+    """Return the last line: ready to train or not, with the numbers of findings."""
     counts = {kind: sum(finding.severity == kind for finding in findings) for kind in STYLES}
     listed = ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items() if count)
     if counts["error"]:
@@ -109,17 +109,17 @@ def _links(found: Examination) -> list[str]:
 
 
 FOUND_ERRORS = 1
-LINGER_S = 15.0  # for a device that cannot meet device 0: a launcher ends all devices once one has failed
+LINGER_S = 15.0  # delay before a device that cannot reach device 0 ends: its exit makes the launcher end all devices
 
 
 def run_doctor(fleet_file: Path | None, json_file: Path | None, wait_s: float, context_text: str | None = None) -> int:
-    """Examine, print, and return whether training can begin: 0, or 1 if there are errors.
+    """Examine and print. Return 0 if training can begin, 1 if there are errors.
 
-    In a job device 0 prints; of the others only one that cannot meet it does. An examination that was started over ssh has
-    a `context_text`; it returns 2 for errors, which its launcher takes for "printed already".
+    In a job device 0 prints. Another device prints only if it cannot reach device 0. An examination that was started over ssh
+    has a `context_text`; it returns 2 instead of 1, so that its launcher does not print the errors again.
 
     Raises:
-        InputError: an option or file that cannot be used, half of a job's environment.
+        InputError: an option, file or environment variable that cannot be used.
     """
     start_s = time.monotonic()
     if not 0 < wait_s < math.inf:
@@ -156,7 +156,7 @@ def _run(env: ProcessEnv | None, context: Context, json_file: Path | None, wait_
         if outcome is None:
             return 0
         if isinstance(outcome, Finding):
-            # Device 0 may not get it, so it goes to this device's own output.
+            # Device 0 may be unreachable, so print the finding here.
             console = Console(stderr=True, width=FILE_WIDTH, highlight=False, markup=False, emoji=False)
             show_findings([*context.reports, outcome] if env.device == 0 else [outcome], console)
             time.sleep(LINGER_S if env.device != 0 else 0.0)

@@ -1,6 +1,6 @@
-"""Examinations: of this machine alone, of all devices of a job together, and of a fleet over ssh.
+"""Examines this machine alone, all devices of a job together, or a fleet over ssh.
 
-The devices of a job exchange texts at its store, with deadlines: nothing needs all devices until a group measures the links.
+The devices of a job exchange JSON texts through its store, with deadlines, so that missing devices do not block the others.
 """
 
 import json
@@ -46,13 +46,13 @@ from convoy.measure.device_info import host_indices
 from convoy.measure.link_probe import measure_links
 
 POLL_S = 0.01
-SLACK_S = 5.0  # how much later than the others device 0 may come
+SLACK_S = 5.0  # how much later than the others device 0 may start
 TEXT_BYTES = 65_536  # a longer text is from another program
 
 
 @dataclass
 class Exchange:
-    """The exchange as one device sees it. `present` are the devices that have come to every round so far."""
+    """One device's access to the exchange of texts. `present`: devices that took part in every round so far."""
 
     store: Store
     prefix: str
@@ -60,7 +60,7 @@ class Exchange:
     present: tuple[int, ...]
 
     def wait(self, names: Sequence[str], limit_s: float) -> dict[str, str]:
-        """Return the texts of the names that have one within the limit; earlier once all have."""
+        """Return the texts stored under these names, as soon as all are there, or after `limit_s` those that are."""
         end_s, found = time.monotonic() + limit_s, dict[str, str]()
         while True:
             missing = {f"{self.prefix}/{name}": name for name in names if name not in found}
@@ -70,11 +70,11 @@ class Exchange:
             time.sleep(POLL_S)
 
     def gather(self, topic: str, text: str, limit_s: float) -> dict[int, str]:
-        """Return the texts of all devices that bring one within `limit_s` of device 0's coming. The others count as gone.
+        """Return the texts of all devices that send one at most `limit_s` after device 0. The others count as gone.
 
         Raises:
             InputError: another process claims to be this device.
-            DeviceLostError: device 0 did not come, or this device came too late.
+            DeviceLostError: device 0 did not answer, or this device was too late.
         """
         own = json.dumps([uuid.uuid4().hex, text])
         if self.store.set_first(f"{self.prefix}/{topic}/{self.device}", own) != own:
@@ -88,25 +88,25 @@ class Exchange:
             self.store.set(f"{self.prefix}/{topic}/came", json.dumps(came))
         listed = self.wait([f"{topic}/came"], limit_s + SLACK_S).get(f"{topic}/came")
         if listed is None:
-            raise DeviceLostError(0, "device 0, which leads the examination, did not answer: look at its own output")
+            raise DeviceLostError(0, "device 0, which leads the examination, did not answer: see its own output")
         self.present = tuple(int(device) for device in json.loads(listed))
         if self.device not in self.present:
-            raise DeviceLostError(self.device, f"device {self.device} came too late: start the devices at one time")
-        # One at a time: small packets arrive even where full-size ones are lost.
+            raise DeviceLostError(self.device, f"device {self.device} started too late: start all devices together")
+        # One text at a time: small packets arrive even if the network loses full-size ones.
         texts = {name: self.wait([name], limit_s)[name] for name in (names[device] for device in self.present)}
         return {device: str(json.loads(texts[names[device]])[1]) for device in self.present}
 
     def leave(self, limit_s: float) -> None:
-        """Make this device's last call. Device 0 waits for all: the store may end with its process."""
+        """End this device's exchange. Device 0 waits for all others, because the store may end with its process."""
         self.store.set(f"{self.prefix}/left/{self.device}", "left")
         if self.device == 0:
             self.wait([f"left/{device}" for device in self.present], limit_s)
 
 
-CONNECT_S = 3.0  # one attempt: a machine that is there answers in milliseconds
-CONNECTIONS, MOST_HOSTS = 32, 1024  # attempts of one host at a time, and attempts that may wait at one
+CONNECT_S = 3.0  # per attempt; a reachable machine answers in milliseconds
+CONNECTIONS, MOST_HOSTS = 32, 1024  # parallel attempts of one host, and pending connections at one listener
 LISTENER_S = 5.0
-GROUP_S = 20.0  # time limit of the group's waits: where full-size packets are lost, it ends by this
+GROUP_S = 20.0  # time limit of the group's waits, for networks that lose full-size packets
 LINKS_BUDGET_S = 6.0
 
 
@@ -124,7 +124,7 @@ def reach(address: str, port: int, limit_s: float = CONNECT_S) -> Reach:
 
 
 def try_ways(exchange: Exchange, facts: Sequence[DeviceFacts]) -> tuple[Way, ...]:
-    """Try to connect from each host to each other one, by the first device of each. All devices call it."""
+    """Try to connect each pair of hosts in both directions, by the first device of each host. All devices call it."""
     first = {each.own.machine: each for each in reversed(facts)}
     own = next((each for each in first.values() if each.device == exchange.device), None)
     if len(first) < 2:
@@ -136,7 +136,7 @@ def try_ways(exchange: Exchange, facts: Sequence[DeviceFacts]) -> tuple[Way, ...
                 addresses = [each.info.address for each in facts if each.info.address]
                 address = reachable_address(own.info.address, addresses)
                 family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                # Nobody accepts: the kernel completes the connections.
+                # Nothing calls accept(): the kernel completes the connections.
                 listener = stack.enter_context(socket.create_server((address, 0), family=family, backlog=MOST_HOSTS))
                 port = listener.getsockname()[1]
         texts = exchange.gather("listener", json.dumps([address, port]), LISTENER_S)
@@ -155,10 +155,10 @@ def try_ways(exchange: Exchange, facts: Sequence[DeviceFacts]) -> tuple[Way, ...
 
 
 def measure_fleet(env: ProcessEnv, examination: Examination) -> tuple[Fleet | None, list[Finding]]:
-    """Join the devices that came to a group, which ends their exchange, and measure the links between their hosts.
+    """Form a group of the present devices and measure the links between their hosts. No texts are exchanged after this.
 
     Returns:
-        The fleet with its links as measured, None if there is one host; and the findings if they cannot work as one job.
+        The fleet with measured links (None for a single host), and findings if the devices cannot work as one job.
     """
     present = [each.device for each in examination.facts]
     own = examination.facts[present.index(env.device)]
@@ -172,16 +172,16 @@ def measure_fleet(env: ProcessEnv, examination: Examination) -> tuple[Fleet | No
         return wire.into(examination.fleet), []
     except ConvoyError as error:
         cure = (
-            "A job would fail in the same way. Where all ways are open, full-size packets may be lost: the MTU must be the "
-            "same on all hosts and the switch (ip link shows it; 1500 is safe, in tunnels less)"
+            "A job would fail too. If all hosts can connect, full-size packets may be lost: the MTU must be the same on all "
+            "hosts and the switch (ip link shows it; 1500 is safe, in tunnels less)"
         )
         return None, [Finding("error", f"the devices cannot work as one job: {error}", cure)]
 
 
-PACE_LIMIT_S = 20.0  # for the first convolution of a slow device; one that takes longer counts as silent
-LEAVE_S = 5.0  # how long device 0 waits for the last call of a device that is slow or gone
-LIMIT_S = 180.0  # for everything after the meeting, on the largest fleets
-SSH_CALLS = 16  # at a time
+PACE_LIMIT_S = 20.0  # for measuring the speed; a device that takes longer counts as silent
+LEAVE_S = 5.0  # how long device 0 waits for the others to end the exchange
+LIMIT_S = 180.0  # for the whole examination after the devices have connected, on the largest fleets
+SSH_CALLS = 16  # parallel ssh calls
 
 
 def examine_alone(context: Context) -> Examination:
@@ -195,31 +195,31 @@ def examine_alone(context: Context) -> Examination:
 def examine_job(
     env: ProcessEnv, own: DeviceFacts, context: Context, wait_s: float, slowdown: float = 1.0
 ) -> Examination | Finding | None:
-    """Examine all devices of a job that come within the time, together. Each device calls it.
+    """Examine all devices of a job that connect within `wait_s`. Each device calls it.
 
     Returns:
-        All facts on device 0; None on the others; on a device that could not meet the others, the finding.
+        Device 0: all facts. Other devices: None, or the reason why they could not take part.
     """
     place = f"{env.host} port {env.port}"
     try:
         store = store_at(env, time.monotonic() + wait_s, credentials_of(env))
     except (InputError, DeviceLostError) as error:
         itself = " (this machine itself)" if env.device != 0 and is_own(env.host) else ""
-        what = f"device {env.device} cannot come to the meeting point {place}{itself}: {error}"
+        what = f"device {env.device} cannot reach device 0 at {place}{itself}: {error}"
         cure = (
-            "MASTER_ADDR must be device 0's address in the network, not a name that leads to 127.0.0.1; open "
-            f"the port there (sudo ufw allow {env.port}/tcp), and all from 1024 up for training"
+            "MASTER_ADDR must be device 0's address in the network, not a name that resolves to 127.0.0.1; open the port on "
+            f"device 0's machine (sudo ufw allow {env.port}/tcp), and all ports from 1024 up for training"
         )
         return Finding("error", what, cure, (f"device {env.device}",))
     exchange = Exchange(store, f"convoy-doctor/{env.attempt}", env.device, tuple(range(env.devices)))
     try:
-        # Torch's store waits out of reach of signals, some of it without a limit.
+        # Torch's store ignores signals while it waits, and some of its waits have no limit.
         return within(wait_s + LIMIT_S, lambda: _examine(env, exchange, own, context, wait_s, slowdown))
     except (RuntimeError, TimeoutError, ConvoyError) as error:
-        what = f"device {env.device} cannot go on with the others at {place}: {str(error).splitlines()[0]}"
+        what = f"device {env.device} lost contact with the others at {place}: {str(error).splitlines()[0]}"
         cure = (
-            "See device 0's own output, and start all devices at one time. Where its process lives, full-size packets may be "
-            "lost: the MTU must be the same on all hosts and the switch (ip link shows it; 1500 is safe, in tunnels less)"
+            "See device 0's own output, and start all devices together. If device 0 still runs, full-size packets may "
+            "be lost: the MTU must be the same on all hosts and the switch (ip link shows it; 1500 is safe, in tunnels less)"
         )
         return Finding("error", what, cure)
 
@@ -246,35 +246,35 @@ def _examine(
 
 
 def absent(found: Examination, at: str, waited_s: float) -> list[Finding]:
-    """Report the devices that did not come to the meeting point of device 0."""
+    """Report the devices that did not connect to device 0 in time."""
     came = [each.device for each in found.facts]
     missing = tuple(found.name(device) for device in range(found.devices) if device not in came)
     address = found.facts[0].info.address
     cure = (
-        f"Look at their own output: if they run, it says why they cannot reach {at}. If there is none, start them with "
-        f"MASTER_ADDR and MASTER_PORT of that point, or a job of {len(came)} devices"
+        f"See their own output: if they run, it says why they cannot reach {at}. If there is none, start them with this "
+        f"MASTER_ADDR and MASTER_PORT, or start a job of {len(came)} devices"
     )
     if is_loopback(address):
         cure = (
-            f"If they are on other machines: {at} leads to {address} on device 0's machine, to itself only. Set MASTER_ADDR "
-            "to its address in the network (ip -brief address shows it)"
+            f"If they are on other machines: device 0's machine resolves {at} to {address}, which only it can reach. Set "
+            "MASTER_ADDR to its address in the network (ip -brief address shows it)"
         )
-    what = f"{len(missing)} of {found.devices} devices did not come within {waited_s:g} s: {', '.join(missing)}"
+    what = f"{len(missing)} of {found.devices} devices did not connect within {waited_s:g} s: {', '.join(missing)}"
     return [Finding("error", what, cure, missing)] if missing else []
 
 
 def examine_fleet(fleet: Fleet, json_file: Path | None, wait_s: float) -> tuple[int, tuple[Finding, ...]]:
-    """Examine the hosts of a fleet that ssh reaches, together. Device 0 of those prints, with a report of the other hosts.
+    """Examine together all hosts of a fleet that ssh reaches. The first of their devices prints, and lists the other hosts.
 
     Returns:
-        The exit status of the examination there, and findings that are still to be printed.
+        The exit status of the examination, and findings that it has not printed.
     """
     asked = [host for host in fleet.hosts if not is_own(str(host.address))]
     with ThreadPoolExecutor(SSH_CALLS, thread_name_prefix="convoy-doctor-ssh") as pool:
         answers = dict(zip(asked, pool.map(ask_one, asked), strict=True))
     reports = tuple(
         Finding(
-            "error", f"{host.name} at {host.address} cannot be used: {reason}", "The others are examined", (host.name,)
+            "error", f"{host.name} at {host.address} cannot be used: {reason}", "Other hosts are examined", (host.name,)
         )
         for host, reason in answers.items()
         if isinstance(reason, str)
@@ -288,4 +288,4 @@ def examine_fleet(fleet: Fleet, json_file: Path | None, wait_s: float) -> tuple[
     try:
         return run_on_fleet(fleet.with_only(kept), argv if json_file is None else [*argv, "--json", str(json_file)]), ()
     except ConvoyError as error:
-        return 1, (*reports, Finding("error", str(error), "The devices that were started have ended; then start again"))
+        return 1, (*reports, Finding("error", str(error), "All started devices have ended: correct this and retry"))

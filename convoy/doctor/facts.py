@@ -1,4 +1,4 @@
-"""Reports of the devices on themselves and their machines, and the result of an examination of all of them."""
+"""Facts that each device collects about itself and its machine, and the result of an examination of all devices."""
 
 import os
 import pwd
@@ -27,14 +27,14 @@ from convoy.measure.device_info import DeviceInfo, describe_device, fit, fleet_o
 
 Severity = Literal["error", "warning", "note"]
 
-SOMEWHERE = "192.0.2.1"  # an address for examples (RFC 5737): the route to it is the default route; nothing is sent
+SOMEWHERE = "192.0.2.1"  # a documentation address (RFC 5737) with the default route; nothing is sent to it
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem or remark with its remedy, and the names of the hosts or devices that it is about.
+    """A problem or remark (`what`) with its remedy (`cure`), and the names of the hosts or devices concerned (`about`).
 
-    "error": training will not run, or not right; "warning": it will be slower, or fail later.
+    "error": training will fail or be wrong. "warning": it will be slower, or may fail later. "note": nothing to do.
     """
 
     severity: Severity
@@ -45,19 +45,19 @@ class Finding:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """One process's report on its device and its machine, before any other machine is asked.
+    """Facts about one process's device and machine, collected without contacting another machine.
 
     Attributes:
         device: its index in the job.
-        info, own: its description when it joins a job, and for `convoy measure`.
-        inventory: what `convoy fleet init` would write of the machine; None if its shell did not answer.
-        problems: (what, cure) for the requested device, its address, its home.
+        info, own: the device's description when it joins a job, and for `convoy measure`.
+        inventory: hardware of the machine as in `convoy fleet init`; None if the shell did not answer.
+        problems: (what, cure) for the requested device, its address and its home folder.
         cuda: version of CUDA that torch was built for; empty for a CPU build.
-        accelerators: GPUs that torch sees.
-        cores: that this process may use; a fraction under a processor quota.
-        free_bytes, memory_bytes: of the memory that the device computes in.
-        shm_bytes: (free, total) of /dev/shm, if there is one.
-        open_files: how many files and sockets the process may open; None: any number.
+        accelerators: number of GPUs that torch sees.
+        cores: number that this process may use; a fraction under a processor quota.
+        free_bytes, memory_bytes: free and total memory of the device: host memory for CPUs.
+        shm_bytes: (free, total) of /dev/shm, if it exists.
+        open_files: limit of open files and sockets of the process; None: no limit.
     """
 
     device: int
@@ -76,14 +76,14 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a device computes a fixed convolution, and how many cores other programs kept busy just before."""
+    """A device's speed for a fixed convolution, and the cores that other programs kept busy just before."""
 
     samples_per_s: float
     busy_cores: float = 0.0
 
 
 class Reach(Enum):
-    """How an attempt to connect ended."""
+    """The result of an attempt to connect."""
 
     OPEN = "open"
     REFUSED = "refused"
@@ -93,7 +93,7 @@ class Reach(Enum):
 
 @dataclass(frozen=True)
 class Way:
-    """The attempt of one host to reach another; `source` and `target` are the first device of each."""
+    """An attempt to connect from one host to another. `source` and `target` are the first device of each host."""
 
     source: int
     target: int
@@ -104,7 +104,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Context:
-    """Facts known before any device is asked: the fleet file, and hosts that ssh does not reach."""
+    """Input of an examination: the fleet file, and findings about hosts that ssh does not reach."""
 
     fleet: Fleet | None = None
     reports: tuple[Finding, ...] = ()
@@ -115,12 +115,12 @@ class Examination:
     """All facts of one examination.
 
     Attributes:
-        devices: how many the job should have.
-        facts: of the devices that came, in order.
+        devices: number of devices of the job.
+        facts: of the devices that took part, in order.
         file: the fleet file, if it has as many devices as the job.
-        paces: by device.
-        ways: attempts between hosts.
-        measured: the fleet of those that came with its links as measured; None where that was not possible.
+        paces: speed by device.
+        ways: attempts to connect between hosts.
+        measured: the fleet of the devices that took part, with measured links; None if they were not measured.
     """
 
     devices: int
@@ -133,19 +133,19 @@ class Examination:
 
     @cached_property
     def fleet(self) -> Fleet:
-        """A fleet of the devices that came: from the file, else as they describe themselves."""
+        """The fleet of the devices that took part, from the fleet file, or from their own descriptions."""
         if self.file is not None:
             return self.file.with_only([each.device for each in self.facts])
         return fleet_of([each.own for each in self.facts])
 
     @cached_property
     def host(self) -> dict[int, str]:
-        """The host of each device that came."""
+        """The host of each device that took part."""
         return {each.device: self.row[each.device].host for each in self.facts}
 
     @cached_property
     def hosts(self) -> dict[str, DeviceFacts]:
-        """The facts of the first device of each host, by the host's name."""
+        """The facts of each host's first device, by the host's name."""
         first: dict[str, DeviceFacts] = {}
         for each in self.facts:
             first.setdefault(self.host[each.device], each)
@@ -153,18 +153,18 @@ class Examination:
 
     @cached_property
     def row(self) -> dict[int, Device]:
-        """Each device as the fleet file, or else it itself, describes it; absent ones only with a file."""
+        """Each device's description from the fleet file, or from itself; missing devices only have one in a file."""
         present = zip((each.device for each in self.facts), self.fleet.devices, strict=True)
         return dict(present) if self.file is None else dict(enumerate(self.file.devices))
 
     def name(self, device: int) -> str:
-        """A device as messages name it."""
+        """Return a device's name in messages: "device 2 (lab1-cpu)"."""
         row = self.row.get(device)
         return f"device {device}" if row is None else f"device {device} ({row.name})"
 
 
 def assemble(devices: int, facts: Sequence[DeviceFacts], context: Context) -> Examination:
-    """Begin an examination. Reasons for a job to refuse these devices become reports."""
+    """Create an examination from the facts, with a finding if a job would refuse these devices."""
     fleet, reports = context.fleet, context.reports
     came, absent = {each.device: each.info for each in facts}, replace(facts[0].info, accelerator="")
     try:
@@ -176,7 +176,7 @@ def assemble(devices: int, facts: Sequence[DeviceFacts], context: Context) -> Ex
             fit(fleet.with_only([each.device for each in facts]), [each.own for each in facts])
         check_infos([came.get(device, absent) for device in range(devices)])
     except (InputError, MismatchError) as error:
-        cure = "Until then a job refuses to start. The names and rates of a fleet file are not used here"
+        cure = "A job refuses to start like this. The examination ignores the names and rates of the fleet file"
         fleet, reports = None, (*reports, Finding("error", str(error), cure))
     return Examination(devices, tuple(facts), fleet, reports=reports)
 
@@ -193,12 +193,12 @@ def from_text(kind: TypeAdapter[T], text: str, sender: str) -> T:
     except ValidationError as error:
         reason = str(error).splitlines()[0]
         raise MismatchError(
-            f"{sender} answered what this convoy doctor cannot read ({reason}): run the same version everywhere"
+            f"{sender} sent an answer that this convoy doctor cannot read ({reason}): run the same version everywhere"
         ) from None
 
 
 def collect_facts(env: ProcessEnv | None, on: str | None = None) -> DeviceFacts:
-    """Collect the facts of this process without asking another machine. Use device `on`, or the one that training would use."""
+    """Collect the facts of this process. `on`: the device; None: the one that training would use."""
     device, address, problems = torch.device("cpu"), "", []
     try:
         device = pick_device(on, env.local if env else 0)
@@ -210,9 +210,9 @@ def collect_facts(env: ProcessEnv | None, on: str | None = None) -> DeviceFacts:
         if env is None and not os.environ.get("GLOO_SOCKET_IFNAME"):
             address = "127.0.0.1"  # a machine without a network can train alone
         else:
-            problems.append((f"it has no address: {error}", "Until then no other host can reach it"))
+            problems.append((f"it has no address: {error}", "Without one, no other host can reach it"))
     if reason := home_problem(os.environ):
-        cure = "Set HOME or XDG_CACHE_HOME to a folder that can be written"
+        cure = "Set HOME or XDG_CACHE_HOME to a writable folder"
         problems.append((f"there is no folder for keys, data sets and downloaded weights: {reason}", cure))
     inventory = ask_one(Host("here", "127.0.0.1"))
     usable = float(len(os.sched_getaffinity(0)))
@@ -234,7 +234,7 @@ def collect_facts(env: ProcessEnv | None, on: str | None = None) -> DeviceFacts:
 
 
 def home_problem(environment: Mapping[str, str]) -> str:
-    """Return why keys and data sets have no folder to be kept in; empty if they have one."""
+    """Return why there is no writable folder for keys and data sets; empty if there is one."""
     root = Path(environment.get("XDG_CACHE_HOME", ""))
     if not root.is_absolute():
         try:
@@ -246,9 +246,9 @@ def home_problem(environment: Mapping[str, str]) -> str:
 
 
 def measure_pace(device: torch.device, slowdown: float = 1.0, seconds: float = 0.3) -> Pace:
-    """Measure the busy cores, then the samples/s of a convolution, 64 to 64 channels, 3x3, on 32x32, forward and backward.
+    """Measure the busy cores, then the samples/s of a 3x3 convolution (64 to 64 channels, 32x32), forward and backward.
 
-    All calls and all seconds count, so that the pauses of a processor quota do. An emulated slowdown divides the result.
+    The rate includes the pauses of a processor quota, and is divided by an emulated slowdown.
     """
     busy = float(psutil.cpu_percent(interval=0.2)) / 100 * (psutil.cpu_count() or 1)
     batch = 2 if device.type == "cpu" else 256  # few enough for a tenth of a core; enough to fill a GPU
@@ -260,7 +260,7 @@ def measure_pace(device: torch.device, slowdown: float = 1.0, seconds: float = 0
         torch.autograd.grad(y_NKHW, (x_NCHW, w_KCRS), torch.ones_like(y_NKHW))
         finish(device)
 
-    once()  # chooses kernels
+    once()  # warm-up: torch chooses kernels
     start_s, calls = time.perf_counter(), 0
     while calls < 2 or time.perf_counter() - start_s < seconds:
         once()

@@ -1,4 +1,4 @@
-"""From the facts of an examination to its findings: each problem with its values and its remedy. Pure."""
+"""Derives findings from the facts of an examination: each problem with its values and its remedy. Pure functions."""
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
@@ -7,22 +7,22 @@ from itertools import combinations
 from convoy.comm.environment import is_loopback
 from convoy.doctor.facts import DeviceFacts, Examination, Finding, Reach, Severity, Way
 
-MIN_FREE = 0.1  # of a host's memory; of a GPU's half, since used memory there belongs to another program
+MIN_FREE = 0.1  # fraction of a host's memory; half for a GPU, whose used memory belongs to other programs
 MIN_SHM_BYTES = 256 << 20  # Docker gives containers 64 MiB
 MIN_OPEN_FILES, OPEN_FILES_PER_DEVICE = 256, 16
-REFUSED_OPEN_FILES = 64  # a process that may open fewer fails while it starts or meets the others
-MAX_BUSY = 0.25  # of a machine's cores: more is felt in every step, since all wait for the slowest
-MIN_OF_LINK = 0.5  # of the rate that the fleet file gives a link, or that the other links reach
-FAST_ETHERNET_BYTES_PER_S = 12.5e6  # 100 Mbit/s: the sign of a bad cable, or of an old switch
-MAX_LATENCY_S = 2.5e-3  # one way; a cabled network of one site takes a tenth of it
-MAX_UNEQUAL = 1.5  # how many times slower than the fastest the slowest device is before it is reported
+REFUSED_OPEN_FILES = 64  # with a lower limit, a process fails while it starts or connects
+MAX_BUSY = 0.25  # fraction of a machine's cores that other programs may use: all devices wait for the slowest
+MIN_OF_LINK = 0.5  # fraction of the link's rate in the fleet file, or of the other links' rate
+FAST_ETHERNET_BYTES_PER_S = 12.5e6  # 100 Mbit/s: typical of a bad cable or an old switch
+MAX_LATENCY_S = 2.5e-3  # one way; ten times that of a wired network at one site
+MAX_UNEQUAL = 1.5  # report the slowest device if the fastest is more than this many times as fast
 
 Trouble = tuple[Severity, str, str]  # severity, what and cure, without the name of the host or device
 Pair = tuple[str, str]  # the hosts at the ends of a link: source, target
 
 
 def diagnose(found: Examination) -> tuple[Finding, ...]:
-    """Return all findings that the facts give: errors first, then warnings, then notes."""
+    """Return all findings: errors first, then warnings, then notes."""
     by_device = {found.name(each.device): _device_troubles(found, each) for each in found.facts}
     by_host = {host: _host_troubles(found, each) for host, each in found.hosts.items()}
     findings = [
@@ -33,7 +33,7 @@ def diagnose(found: Examination) -> tuple[Finding, ...]:
 
 
 def _merged(troubles: Mapping[str, Iterable[Trouble]]) -> Iterator[Finding]:
-    """Make one finding of equal troubles of several hosts or devices."""
+    """Merge equal troubles of several hosts or devices into one finding."""
     names: dict[Trouble, list[str]] = {}
     for name, those in troubles.items():
         for trouble in those:
@@ -46,12 +46,12 @@ def _merged(troubles: Mapping[str, Iterable[Trouble]]) -> Iterator[Finding]:
 def _same_address(found: Examination) -> Iterator[Finding]:
     for (a, one), (b, other) in combinations(found.hosts.items(), 2):
         if one.info.address == other.info.address != "" and not is_loopback(one.info.address):
-            cure = "Give one of them another address; containers the network of their host (docker run --network=host)"
+            cure = "Give one of them another address; run containers with docker run --network=host"
             yield Finding("error", f"{a} and {b} both have the address {one.info.address}", cure, (a, b))
 
 
 def _closed(found: Examination) -> Iterator[Finding]:
-    """Report closed ways. A host that none of several others reaches, or that reaches none, is one finding."""
+    """Report failed connections, in one finding if a host reaches none of several others, or none of them reaches it."""
     shut = {(found.host[way.source], found.host[way.target]): way for way in found.ways if way.reach is not Reach.OPEN}
     for host in found.hosts:
         for end, whom in ((1, f"no host reaches {host}"), (0, f"{host} reaches no host")):
@@ -72,23 +72,23 @@ def _closed_finding(whom: str, pair: Pair, way: Way, about: tuple[str, ...]) -> 
         what = "cannot be reached (no route to host)"
         cure = (
             f"See on {a}: ip route get {way.address}. The hosts must be on one network, or have routes to each other; "
-            "GLOO_SOCKET_IFNAME chooses the interface. A firewall (firewalld) may answer like that too"
+            "GLOO_SOCKET_IFNAME chooses the interface. A firewall (firewalld) may also give this answer"
         )
     else:
         what = "refuses the connection" if way.reach is Reach.REFUSED else "does not answer"
         what += f", though {b} listens there"
         cure = (
-            "A firewall rejects or drops it: training connects to any port from 1024 up; open them on "
-            f"{b} (sudo ufw allow from ADDRESS, that of {a})"
+            "A firewall blocks the connection. Training uses any port from 1024 up; open these on "
+            f"{b} (sudo ufw allow from ADDRESS, with the address of {a})"
         )
     return Finding("error", f"{whom}: {way.address} port {way.port} {what}", cure, about)
 
 
 def _slow(found: Examination) -> Iterator[Finding]:
-    """Report links that carry little. A host whose links are all slow is one finding."""
+    """Report slow links, in one finding if all links of a host are slow."""
     links = () if found.measured is None else found.measured.links
     rates = {(link.source, link.target): link.bandwidth_bytes_per_s for link in links if link.source != link.target}
-    expected, usual = dict.fromkeys(rates, usual_rate(rates)), "that others carry"
+    expected, usual = dict.fromkeys(rates, usual_rate(rates)), "of the other links"
     if found.file is not None:
         expected = {pair: found.file.path(*pair).bandwidth_bytes_per_s for pair in rates}
         usual = "of the fleet file"
@@ -96,24 +96,24 @@ def _slow(found: Examination) -> Iterator[Finding]:
     groups: list[tuple[str, tuple[str, ...], list[Pair]]] = []
     for host in found.hosts:
         those = [pair for pair in rates if host in pair]
-        # With a single other host, either of the two may be the cause.
+        # With only two hosts, either may be the cause.
         if len(those) > 2 and all(pair in slow for pair in those):
-            groups.append((f"{host} sends and receives slowly, on all its links", (host,), those))
+            groups.append((f"{host} sends and receives slowly on all its links", (host,), those))
             slow = [pair for pair in slow if pair not in those]
     groups += [(f"the link from {pair[0]} to {pair[1]} is slow", pair, [pair]) for pair in slow]
     for what, about, those in groups:
         best = max(those, key=lambda pair: rates[pair])
-        cure = "Look at the cable, the switch port and other traffic; ethtool on the host shows the rate of its NIC"
+        cure = "Check the cable, the switch port and other traffic; ethtool on the host shows the rate of its NIC"
         if 0.7 < rates[best] / FAST_ETHERNET_BYTES_PER_S <= 1.05:
-            cure = "This is what 100 Mbit/s carry: a bad cable, or an old switch or port; see ethtool on the host"
-        cure += ". If it is to stay so: convoy measure, then --plan auto sends less over it"
+            cure = "This is the rate of 100 Mbit/s Ethernet: a bad cable, or an old switch or port; see ethtool on the host"
+        cure += ". If you cannot change it, run convoy measure; --plan auto then sends less over it"
         rate = f"{'at most ' * (len(those) > 1)}{rates[best] / 1e6:.3g} MB/s of the {expected[best] / 1e6:.3g} MB/s"
         yield Finding("warning", f"{what}: {rate} {usual}", cure, about)
 
 
 def usual_rate(rates: Mapping[Pair, float]) -> float:
-    """Return the rate of a healthy host in bytes/s: the median over hosts of each host's best link, the higher of two."""
-    # With one slow host of three, four of six links are slow: their median would call the slow ones usual.
+    """Return the usual rate in bytes/s: the (upper) median over hosts of the rate of each host's fastest link."""
+    # Not the median over links: with one slow host of three, four of six links are slow.
     hosts = {host for pair in rates for host in pair}
     best = [max(rate for pair, rate in rates.items() if host in pair) for host in hosts]
     return statistics.median_high(best) if best else 0.0
@@ -125,8 +125,8 @@ def _late(found: Examination) -> Iterator[Finding]:
         if link.latency_s > MAX_LATENCY_S and link.source < link.target:
             what = f"a message between {link.source} and {link.target} takes {link.latency_s * 1e3:.3g} ms"
             cure = (
-                "Every exchange waits that long: use a cable in place of radio or a tunnel, or hosts of one site; larger "
-                "batches wait less often"
+                "Every exchange waits at least this long: use a cable instead of Wi-Fi or a tunnel, or hosts at one site; "
+                "with larger batches exchanges are rarer"
             )
             yield Finding("warning", what, cure, (link.source, link.target))
 
@@ -135,8 +135,8 @@ def _device_troubles(found: Examination, each: DeviceFacts) -> Iterator[Trouble]
     for what, cure in each.problems:
         yield "error", what, cure
     if each.device not in found.paces:
-        cure = "Its process has died or froze, or its machine is overloaded: see its own output or the system's log"
-        yield "error", "it came, then fell silent while it was examined", cure
+        cure = "Its process died or froze, or its machine is overloaded: see its own output or the system's log"
+        yield "error", "it stopped answering during the examination", cure
     free, total = each.free_bytes / 1e9, each.memory_bytes / 1e9
     if each.own.kind != "cpu":
         if free < total / 2:
@@ -144,16 +144,16 @@ def _device_troubles(found: Examination, each: DeviceFacts) -> Iterator[Trouble]
             yield "warning", what, "nvidia-smi names them; end them, or leave this GPU out"
         return
     if free < MIN_FREE * total:
-        cure = "End what fills it (look with top, sorted by M), or give it a smaller share"
+        cure = "End the programs that fill it (press M in top to sort by memory), or give this device a smaller share"
         yield "warning", f"{free:.1f} GB of {total:.1f} GB memory are free", cure
     on_cpu = [found.host[other.device] for other in found.facts if other.own.kind == "cpu"]
     cores = each.cores / max(1, on_cpu.count(found.host[each.device]))
     if found.file is not None and (described := found.row[each.device].cores) is not None:
-        # A quota that the fleet file states is the device's own; any other is shared by all on the host.
+        # A quota in the fleet file is per device; any other quota is shared by all devices on the host.
         cores = min(each.cores, described)
     threads = each.own.cores or 1
     if threads > max(1.0, 1.5 * cores) or threads * 2 < cores:
-        what = f"threads: {threads}, cores for them: {cores:.3g}"
+        what = f"{threads} threads for {cores:.3g} cores"
         cure = f"Set OMP_NUM_THREADS={max(1, round(cores))} there (torchrun sets 1 by itself)"
         yield "warning", what, cure
 
@@ -166,7 +166,7 @@ def _host_troubles(found: Examination, own: DeviceFacts) -> Iterator[Trouble]:
         yield (
             "warning",
             f"nvidia-smi shows {inventory.gpus[0]}, but torch {own.info.torch}, {build}, finds no GPU",
-            "Install torch with CUDA there (pytorch.org has the command) or a driver that is new enough for it, unset "
+            "Install torch with CUDA there (pytorch.org has the command) or a newer driver, unset "
             "CUDA_VISIBLE_DEVICES, or start the container with --gpus all",
         )
     if own.shm_bytes is not None and own.shm_bytes[0] < MIN_SHM_BYTES:
@@ -174,7 +174,7 @@ def _host_troubles(found: Examination, own: DeviceFacts) -> Iterator[Trouble]:
         yield (
             "warning",
             f"/dev/shm has {free:,.0f} MiB free of {total:,.0f} MiB, and loader workers (--workers) pass batches through it",
-            'They hang, or end with a bus error or "No space left on device": start the container with --ipc=host or '
+            'Workers may hang, or end with a bus error or "No space left on device": start the container with --ipc=host or '
             "--shm-size=2g, remove what fills /dev/shm, or train with --workers 0",
         )
     least = MIN_OPEN_FILES + OPEN_FILES_PER_DEVICE * found.devices
@@ -187,7 +187,7 @@ def _host_troubles(found: Examination, own: DeviceFacts) -> Iterator[Trouble]:
     pace, cores = found.paces.get(own.device), inventory.cores if inventory is not None else own.cores
     if pace is not None and pace.busy_cores > MAX_BUSY * cores:
         what = f"other programs keep {pace.busy_cores:.1f} of the {cores:g} cores busy"
-        yield "warning", what, "Look with top and end them, or wait: every step waits for the slowest device"
+        yield "warning", what, "Find them with top and end them, or wait: every step waits for the slowest device"
 
 
 def _slowest(found: Examination) -> Iterator[Finding]:
@@ -197,7 +197,7 @@ def _slowest(found: Examination) -> Iterator[Finding]:
         name, share = found.name(slow), speeds[slow] / sum(speeds.values())
         what = f"{name} is the slowest: {speeds[fast] / speeds[slow]:.1f} times slower than {found.name(fast)}"
         cure = (
-            f"Nothing to do: --plan auto or data-by-speed give it about {share:.0%} of the work; with even shares (data, DDP) "
-            "all devices wait for it. If its equals are faster, look for heat, a power limit or other programs"
+            f"No action is needed: --plan auto and data-by-speed give it about {share:.0%} of the work; with even shares "
+            "(data, DDP) all devices wait for it. If equal devices are faster, look for heat, a power limit or other programs"
         )
         yield Finding("note", what, cure, (name,))

@@ -1,1 +1,1 @@
-"""Plans as values: which device computes which part of each layer, and the resulting steps and device programs."""
+"""Define plans (which device computes which part of each layer), and derive steps and device programs from them."""

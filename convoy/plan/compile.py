@@ -1,12 +1,11 @@
-"""Compiles the step list into the program of one device (`compile_device`).
+"""Compile the step list into the program of one device (`compile_device`).
 
-Every device follows the list in order. An exchange starts at its position. The first step that names it in `after` waits
-for it, or else the end of its phase. Gradients are summed on the second lane.
+Every device follows the list in order. An exchange starts at its position in the list. The first step that names it in `after`
+waits for it; if there is none, the end of the phase does. Gradients are summed on the second lane.
 
-A *segment* is a run of layers that a device computes in forward and backward without an exchange between them: autograd
-gets it as one graph, as in plain PyTorch. Gradient sums overlap with a segment and do not end it. These end it: any other
-exchange of the device, a wait for an exchange that its first layer does not wait for, and a layer with two backward steps,
-which sends one gradient while it computes the other.
+A *segment* is a run of layers that a device computes in forward and backward without an exchange between them. Autograd gets
+it as one graph, as in plain PyTorch. Gradient sums overlap with a segment. It ends at any other exchange of the device, at a
+layer that must wait for a further exchange, and at a layer that sends one gradient while it computes the other.
 """
 
 from collections import Counter, deque
@@ -26,7 +25,7 @@ from convoy.plan.exchange_program import MoveSpec, StartedRound, finish, operati
 from convoy.plan.steps import ComputeStep, Move, Step, StepList, SumGradients
 
 SUMS_AT_ONCE = 1
-"""The most unfinished gradient sums of freed parameters when the next layer's backward begins."""
+"""Largest number of unfinished gradient sums of freed parameters when the next layer's backward begins."""
 
 
 def compile_all(steps: StepList, graph: Graph, *, overlap: bool = True) -> list[DeviceProgram]:
@@ -47,10 +46,10 @@ def compile_device(
     """Return the program of one device.
 
     Args:
-        fuse: give segments to autograd as one graph; False: every layer separately.
-        overlap: False: wait for each exchange at its position in the list, to measure the gain of overlap.
-        missing: indices in `steps.outputs` of outputs that the loss does not depend on. Backward omits the steps
-            without a gradient; forward is the same.
+        fuse: give each segment to autograd as one graph; False: every layer separately.
+        overlap: start exchanges early; False: wait for each at its position in the list, to measure the gain of overlap.
+        missing: indices in `steps.outputs` of outputs that the loss does not depend on. Backward omits the steps without a
+            gradient; forward is the same.
         left: parameters with unsummed gradients from earlier micro-batches; they are always summed.
     """
     end = len(steps.steps)
@@ -90,7 +89,7 @@ def without_gradients(
                     layers, reads, sizes = zip(*norms, strict=True)
                     step = replace(step, layers=layers, reads=reads, sizes=sizes)
             case SumGradients():
-                # Gradients of sharded parameters are summed in every micro-batch, so none is left.
+                # Gradients of sharded parameters are summed in every micro-batch, so none is left unsummed.
                 wanted = parameters if step.into else parameters | left
                 rows = [(k, n) for k, n in zip(step.keys, step.sizes, strict=True) if k in wanted]
                 alive = bool(rows)
@@ -127,13 +126,13 @@ def _takes_part(step: Step, device: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Layers of one device without an exchange between them.
+    """Consecutive layers of one device without an exchange between them.
 
     Attributes:
-        steps: in forward, in order.
-        back: backward steps of its layers with a gradient, in order.
-        reads: keys of input values -> whether each has a gradient.
-        writes: keys of the values that are used outside the segment on this device.
+        steps: forward steps, in order.
+        back: backward steps of the layers with a gradient, in order.
+        reads: keys of input values -> whether each needs a gradient.
+        writes: keys of the values that this device uses outside the segment.
     """
 
     steps: tuple[ComputeStep, ...]
@@ -143,7 +142,7 @@ class Segment:
 
 
 def segments(steps: StepList, graph: Graph, device: int) -> tuple[Segment, ...]:
-    """Return all segments of a device, in the order of the list. A single layer is no segment: it would gain nothing."""
+    """Return all segments of a device, in the order of the list. A single layer would gain nothing, so it is no segment."""
     forward = [step for step in steps.phase("forward") if _takes_part(step, device)]
     # Gradient sums run on the second lane, and the gradient of an output needs no exchange.
     ignored = (SumGradients, st.ReturnGradient)
@@ -171,7 +170,7 @@ def segments(steps: StepList, graph: Graph, device: int) -> tuple[Segment, ...]:
 def _rows(
     forward: Sequence[Step], backward: Sequence[Step], places: dict[str, list[int]], device: int, whole: set[str]
 ) -> Iterator[list[ComputeStep]]:
-    """Yield runs of layers that may form one graph; layers in `whole` may not be in any."""
+    """Yield runs of layers that may form one graph. They contain no layers in `whole`."""
     row: list[ComputeStep] = []
     first: int | None = None  # the row's first place in backward
     waits = _first_waits(backward)
@@ -208,7 +207,7 @@ def _first_waits(steps: Sequence[Step]) -> list[bool]:
 
 
 def _segment(row: Sequence[ComputeStep], back: Sequence[ComputeStep], readers: Counter[str]) -> Segment:
-    """Return the segment of a run of layers; `readers` counts each value's readers: forward steps and the caller."""
+    """Return the segment of a run of layers. `readers`: number of readers of each value (forward steps and the caller)."""
     made = dict.fromkeys(step.writes.key for step in row)
     reads: dict[str, bool] = {}
     inside: Counter[str] = Counter()
@@ -250,8 +249,8 @@ class _Compiler:
         self.sizes: dict[str, ops.LocalSize] = {}  # by layer
         self.norms = {n for step in steps.steps if isinstance(step, st.GatherStatistics) for n in step.layers}
         self.segments = found
-        self.segment_at: dict[int, int] = {}  # first step, in forward or backward -> which segment
-        self.given_by: dict[int, int] = {}  # backward step of a segment -> the first of them
+        self.segment_at: dict[int, int] = {}  # first step of a segment, in forward or backward -> number of the segment
+        self.given_by: dict[int, int] = {}  # backward step of a segment -> the segment's first backward step
         self.made_in: dict[str, int] = {}  # value -> the segment that makes it
         self.segment_of: dict[str, int] = {}  # layer -> its segment
         for number, segment in enumerate(self.segments):
@@ -374,7 +373,7 @@ class _Compiler:
         elif step.part != "weight":
             for value, wanted in zip(step.reads, step.wants, strict=True):
                 if wanted and step.id in self.givers.get(value.key, ()):
-                    # The device holds the value but computed nothing from it, so its part of the gradient is zero.
+                    # The device holds the value but computed nothing from it, so its gradient here is zero.
                     shape, made = local_shape(value.layout, self.device, value.shape), self._gives(value.key, step.id)
                     self.main.append(ops.Make(step.id, made, shape, zeros=True, result=True))
 
@@ -409,7 +408,7 @@ class _Compiler:
             self._sum(each)
 
     def _free(self, steps: Sequence[ComputeStep]) -> None:
-        """Free the whole parameters after these steps, their last users."""
+        """Free the whole parameters whose last users are these steps."""
         if keys := tuple(key for step in steps for key in step.frees if self.device in self.users.get(key, ())):
             # A device without samples in this batch computes nothing and has not waited for the parameters yet.
             self._await([after for step in steps if step.frees for after in step.after], steps[-1].id)
@@ -423,9 +422,9 @@ class _Compiler:
     # --- gradients of values -----------------------------------------------------------------------------------------
 
     def _givers(self) -> tuple[dict[str, list[int]], dict[str, st.Value]]:
-        """For each value, return the steps that give a part of its gradient on this device; and the values by key.
+        """For each value, return the steps that contribute to its gradient on this device. Also return the values by key.
 
-        A segment gives one part, named after its first step: autograd adds within it.
+        A segment contributes once, under its first step's id, because autograd adds the gradients inside it.
         """
         givers: dict[str, list[int]] = {}
         zeros: dict[str, list[int]] = {}
@@ -451,12 +450,12 @@ class _Compiler:
         return zeros | givers, values
 
     def _gives(self, key: str, step: int) -> str:
-        """Return the buffer of one step's part of a value's gradient."""
+        """Return the buffer of one step's contribution to a value's gradient."""
         several = len(self.givers.get(key, ())) > 1
         return f"{GRADIENT}{key} from {self.given_by.get(step, step)}" if several else GRADIENT + key
 
     def _merge(self, key: str, step: int) -> None:
-        """Add up the parts of a gradient before its first use."""
+        """Sum the contributions to a gradient before its first use."""
         ids = self.givers.get(key, ())
         if len(ids) > 1 and key not in self.merged:
             self.merged.add(key)
@@ -484,7 +483,7 @@ class _Compiler:
                 self._await([step.id], step.id)
 
     def _statistics(self, step: st.GatherStatistics) -> None:
-        """Exchange each member's row of sums; in forward, combine them into the statistics of the global batch."""
+        """All-gather each member's row of sums. In forward, combine them into the statistics of the global batch."""
         self._await(step.after, step.id)
         backward = step.phase == "backward"
         of = [GRADIENT + name if backward else name for name in step.layers]
@@ -499,7 +498,7 @@ class _Compiler:
             self.main.append(ops.Compute(step.id, "forward", name, read, made, part="combine"))
 
     def _gather(self, step: st.GatherWeights) -> None:
-        """Start to gather shards; the step that waits for them gets whole parameters."""
+        """Start to gather shards. After its wait, a step can use the whole parameters."""
         size, uses = st.joined(step.shares)[self.device], self.device in step.devices
         self._await(step.after, step.id)
         flat, alone = f"weights {step.id}", step.alone and uses
@@ -524,9 +523,9 @@ class _Compiler:
         self.main += [pack, *rounds, *_own_shard(step, self.device), unpack]
 
     def _begin_sum(self, step: SumGradients) -> list[ops.Pack | ops.BeginSum]:
-        """Return the main lane's part of a sum; its rounds go to the second lane.
+        """Return the main lane's operations of a sum. Add its rounds to the second lane.
 
-        The last rounds receive in place. So the lane waits for them after all sums, and the next sum starts earlier.
+        The last rounds receive in place, so the lane waits for them only after all sums, and the next sum starts earlier.
         """
         flat = _flat(step)
         rounds = list(exchange.sum_operations(step.id, step.schedule, self.device, flat, step.wire, lane=1))
@@ -554,7 +553,7 @@ def _pack(step: SumGradients) -> ops.Pack:
 
 
 def _own_shard(step: SumGradients, device: int) -> list[Operation]:
-    """Copy this device's shard of a sum to separate memory, so that the whole gradients can be freed."""
+    """Return the copy of this device's shard of a sum to separate memory, so that the whole gradients can be freed."""
     if not step.into:
         return []
     kept = st.joined(step.into)
@@ -576,11 +575,7 @@ def _unpack(step: SumGradients, device: int) -> ops.Unpack:
 
 
 def check_programs(programs: Sequence[DeviceProgram]) -> None:
-    """Refuse programs with messages that do not match. A pair of devices must use the same order on each lane.
-
-    Raises:
-        PlanError: a message without a sender or receiver, or with another order or size at the other end.
-    """
+    """Raise PlanError if a message has no sender or receiver, or sender and receiver differ in order or size on a lane."""
     sent: dict[tuple[int, int, int], list[tuple[ops.ExchangeRound, ops.PlannedMessage]]] = {}
     received: dict[tuple[int, int, int], list[tuple[ops.ExchangeRound, ops.PlannedMessage]]] = {}
     for program in programs:

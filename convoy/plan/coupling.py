@@ -1,9 +1,8 @@
-"""Changes the shares of a plan: finds shares that must change together, and rescales a plan to other devices.
+"""Change the shares of a plan: find shares that must change together, and rescale a plan to other devices.
 
 All layers that split samples alike are coupled. A layer that splits filters is coupled with the layers that follow it, with a
-`channel` layer that reads its shards in place, and with another filter-split layer that is added to it. So changes add no
-move. Coupled shares are counted in *units*: the smallest parts of the axes that leave all counts whole, and groups
-uncut.
+`channel` layer that reads its shards in place, and with another filter-split layer that is added to it. So a change of coupled
+shares adds no move. They are counted in *units*: the smallest parts that give each layer whole entries and uncut groups.
 """
 
 import math
@@ -18,21 +17,21 @@ from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Sharding, Strategy
 
 PROPORTIONS = 1000
-"""The least sum of a sharding's proportions after an adjustment to speeds."""
+"""Smallest sum of a sharding's proportions after an adjustment to speeds."""
 
 OTHERS = ""
-"""Stands for `Plan.otherwise` among the names of a plan's strategies."""
+"""Name of `Plan.otherwise` in a list of layer names."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoupledAxes:
-    """Shares that change together.
+    """A group of shares that change together.
 
     Attributes:
         layers: the layers that these shares split, in order.
-        strategies: the entries of `Plan.layers` that hold these shares; `OTHERS` for `Plan.otherwise`.
-        units: units of each device.
-        counted: the name of the unit for users: samples, filters or channels.
+        strategies: the keys of `Plan.layers` with these shares; `OTHERS` for `Plan.otherwise`.
+        units: number of units of each device.
+        counted: the unit's name for users: samples, filters or channels.
     """
 
     layers: tuple[str, ...]
@@ -51,11 +50,11 @@ class CoupledAxes:
 
 
 _Decider = str | Shares
-"""The source of a layer's shares: the name of a layer with its own strategy, or the shares of samples."""
+"""Source of a layer's shares: the name of a layer with its own strategy, or the shares of samples."""
 
 
 def coupled_axes(plan: Plan, graph: Graph) -> tuple[CoupledAxes, ...]:
-    """Return the changeable shares of a plan in groups that change together, in the order of the model.
+    """Return the groups of a plan's shares that can change together, in the order of the model.
 
     Raises:
         PlanError: the plan does not fit the graph.
@@ -80,7 +79,7 @@ def coupled_axes(plan: Plan, graph: Graph) -> tuple[CoupledAxes, ...]:
             axes = CoupledAxes(computed, tuple(names), root, "samples")
         else:
             axes = _of_channels(plan, placed, layers, tuple(each for each in deciders if isinstance(each, str)))
-        if 1 < len(axes.active) < sum(axes.units):  # else each active device has the only unit it can have
+        if 1 < len(axes.active) < sum(axes.units):  # else every active device has exactly one unit, and none can move
             result.append(axes)
     return tuple(result)
 
@@ -121,17 +120,17 @@ def _of_channels(
 
 
 def shares_of(plan: Plan, axes: CoupledAxes) -> Shares:
-    """Return the shares of coupled axes, in the counts of their first strategy."""
+    """Return the shares of coupled axes, as in their first strategy."""
     strategy = plan.otherwise if axes.strategies[0] == OTHERS else plan.layers[axes.strategies[0]]
     assert not isinstance(strategy, One)
     return strategy.shares
 
 
 def with_units(plan: Plan, axes: CoupledAxes, units: Shares) -> Plan:
-    """Return the plan with other units for one group of its axes.
+    """Return the plan with other units for one group of shares.
 
-    If samples move, the shares of sharded weights follow, since faster devices can also update more. A device without
-    samples keeps its share.
+    If shares of samples change, those of sharded weights change in proportion, since faster devices can also update more. A
+    device without samples keeps its share of the weights.
     """
     layers, sharded = dict(plan.layers), dict(plan.sharded)
     for name in axes.strategies:
@@ -151,13 +150,13 @@ def with_units(plan: Plan, axes: CoupledAxes, units: Shares) -> Plan:
 
 
 def plan_for(plan: Plan, graph: Graph, devices: Sequence[int | None], speeds: Sequence[float] | None = None) -> Plan:
-    """Return the plan with the same strategies and proportions for other devices.
+    """Return a plan for other devices with the same strategies and proportions.
 
-    If no remaining device had a share, all devices get one.
+    If no remaining device had a share of something, all devices get equal ones.
 
     Args:
         devices: for each new device, its index in the old plan; None for a joining device.
-        speeds: of the new devices, for the shares of joining devices; None: they get a mean share.
+        speeds: speeds of the new devices, for the shares of joining devices; None: they get a mean share.
     """
     kept = [i for i, old in enumerate(devices) if old is not None]
     by = (1.0,) * len(devices) if speeds is None else speeds

@@ -1,14 +1,14 @@
-"""Defines the device program: all operations of one device in one micro-batch.
+"""Define the device program: all operations of one device in one micro-batch.
 
-`compile.py` compiles it once from the step list, for each plan, batch size and mode. The executor runs it, the simulator plays
-it, the cost and memory models price it, and `--explain` prints it. So the predicted bytes are the bytes sent.
+`compile.py` compiles it from the step list, once for each plan, batch size and mode. The executor runs it, the simulator
+simulates it, the models of time and memory use it, and `--explain` prints it. So the predicted bytes are the bytes sent.
 
-Operations work on *buffers*, which are named tensors. The name of a forward value is its key in the step list; ``d:`` plus
-the key names its gradient. Names only identify buffers; operations hold all other properties. `step` is the id in the step
-list. Sizes are in entries. `narrow` marks numbers that are sent in fewer bits.
+Operations work on *buffers*, which are named tensors. A forward value's buffer has the value's key in the step list as its
+name; its gradient's buffer has ``d:`` plus the key. `step` is an id in the step list. Sizes are in entries. `narrow` marks
+numbers that are sent in fewer bits.
 
 A program has two lanes. The main lane computes, in the order of the step list. Gradient sums run on the second lane, one after
-the other: `BeginSum` gives it the summands, `TakeSum` waits for them, `EndSum` marks the result, and `WaitSum` or `FinishSums`
+the other: `BeginSum` starts a sum, `TakeSum` waits for that start, `EndSum` marks the result, and `WaitSum` or `FinishSums`
 waits for the result.
 """
 
@@ -25,11 +25,11 @@ from convoy.model.graph import Layer
 from convoy.plan.steps import ComputeStep, MicroBatch, Phase
 
 GRADIENT = "d:"
-"""Prefix of a gradient's name, followed by the value's key."""
+"""Prefix of the name of a gradient's buffer, before the value's key."""
 
 
 def output_gradient(output: int) -> str:
-    """Return the name of the buffer with an output's gradient, which the caller provides."""
+    """Return the name of the buffer for an output's gradient, which the caller provides."""
     return f"{GRADIENT}output {output}"
 
 
@@ -38,12 +38,12 @@ def output_gradient(output: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LocalSize:
-    """The size of one device's part of a layer, on which its time depends.
+    """The size of a layer's part on one device, which determines its time.
 
     Attributes:
-        outputs: computed filters or features; all if the layer is not split by filter.
-        inputs: input channels or features to sum over; all if the layer is not split by channel.
-        shares_statistics: a batch norm over samples on several devices, which exchanges its sums (`runtime/batch_norm.py`).
+        outputs: filters or features to compute; all of them if the layer is not split by filter.
+        inputs: input channels or features to sum over; all of them if the layer is not split by channel.
+        shares_statistics: the layer is a batch norm that exchanges its sums with other devices (`runtime/batch_norm.py`).
     """
 
     samples: int
@@ -87,15 +87,15 @@ def shares_statistics(layer: Layer, layout: Layout) -> bool:
 
 
 def flop(layer: Layer, size: LocalSize) -> float:
-    """Return the forward FLOP of a part of a layer."""
-    if not layer.flop:  # it may have no outputs either
+    """Return the forward FLOP of a layer's part of this size."""
+    if not layer.flop:  # such a layer may have no outputs either
         return 0.0
     outputs, inputs = layer.extents
     return layer.flop * size.samples * (size.outputs / outputs) * (size.inputs / inputs)
 
 
 def sizes_in_chunks(size: LocalSize, count: int) -> list[LocalSize]:
-    """Return the sizes of a device's computations if its input arrives in chunks."""
+    """Return the size of a layer's part for each of `count` chunks of its input."""
     return [replace(size, samples=stop - start) for start, stop in chunks(size.samples, count)] if count > 1 else [size]
 
 
@@ -115,12 +115,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A layer's arithmetic on this device.
+    """A computation of a layer on this device.
 
     Attributes:
         reads: in forward, the layer's inputs; in backward, the gradient of its output.
-        writes: in forward, the output; in backward, the gradient of each input, "" if not wanted.
-        wants: which of the layer's inputs have a gradient.
+        writes: in forward, the output; in backward, the gradient of each input, or "" if it needs none.
+        wants: for each input of the layer, whether it needs a gradient.
         part: "all"; in backward "input" or "weight" for that gradient alone; "statistics" and "combine" before and after
             the exchange of a batch norm's sums.
         last: in backward, whether the layer's saved tensors can be freed afterwards.
@@ -141,15 +141,13 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A segment: layers with no exchange between them, given to autograd as one graph.
+    """A segment: layers with no exchange between them, which autograd gets as one graph.
 
     Attributes:
-        number: the same in forward and backward.
-        reads: in forward, values from outside; in backward, the gradient of each of the forward segment's `writes`, ""
-            for none.
-        writes: in forward, values used outside; in backward, the gradient of each of the forward segment's `reads`, ""
-            for none.
-        operations: computations; in backward also `Pack` and `BeginSum` of gradient sums that start inside.
+        number: the segment's number, the same in forward and backward.
+        reads: in forward, the input values; in backward, the gradient of each value in the forward's `writes`, or "".
+        writes: in forward, the values used outside; in backward, the gradient of each value in the forward's `reads`, or "".
+        operations: computations; in backward also `Pack` and `BeginSum` of gradient sums that start inside the segment.
     """
 
     step: int
@@ -165,13 +163,13 @@ class Fused:
 
 @dataclass(frozen=True, slots=True)
 class Make:
-    """Memory for a buffer.
+    """The allocation of a buffer.
 
     Attributes:
-        result: a value or a gradient, not an intermediate of an exchange.
-        like: a buffer of the same dtype; "": the dtype of the step's layer.
-        flat: the buffer of an in-place sum.
-        slot: number of the memory for a round's summands. Rounds with different slots may overlap; every step reuses it.
+        result: whether it holds a value or a gradient, not an intermediate of an exchange.
+        like: name of a buffer with the same dtype; "": use the dtype of the step's layer.
+        flat: whether it is the buffer of an in-place sum.
+        slot: number of a reused receive buffer. Rounds with different slots may overlap.
     """
 
     step: int
@@ -197,7 +195,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy from one part to another, converted if one of them is narrow."""
+    """A copy from one part of a buffer to another, with conversion if one of them is narrow."""
 
     step: int
     source: Part
@@ -207,7 +205,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """An addition of one part to another, widened first if it is narrow."""
+    """An addition of `source` to `target`, with conversion if the source is narrow."""
 
     step: int
     source: Part
@@ -218,7 +216,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """The sum of a gradient's parts, one from each reader of its value, in new memory."""
+    """The sum, in new memory, of the gradients that a value gets from each of its readers."""
 
     step: int
     buffer: str
@@ -231,7 +229,7 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class PlannedMessage:
-    """A part of a buffer that is sent to a peer, or received from it."""
+    """A message: a part of a buffer that is sent to a peer or received from it."""
 
     peer: int
     part: Part
@@ -243,7 +241,7 @@ class PlannedMessage:
 class ExchangeRound:
     """The start of this device's messages of one round, in one call.
 
-    Until the round has been waited for, sent parts must not change and received parts must not be used.
+    Before the round's `WaitRound`, sent parts must not change and received parts must not be used.
     """
 
     step: int
@@ -254,7 +252,7 @@ class ExchangeRound:
 
 @dataclass(frozen=True, slots=True)
 class WaitRound:
-    """A wait before step `step` for the messages of round `number` of step `begun`."""
+    """A wait, before step `step`, for the messages of round `number` of step `begun`."""
 
     step: int
     begun: int
@@ -269,9 +267,9 @@ class Pack:
     """A copy of gradients into one flat buffer, with zeros for those that this device did not compute.
 
     Attributes:
-        keys, sizes: of the parameters, and their entries.
-        flags: number of trailing entries that mark the parameters used on this device; 0: none.
-        alone: a single gradient itself is the buffer, without a copy.
+        keys, sizes: keys of the parameters, and number of entries of each.
+        flags: number of entries at the end that mark the parameters used on this device; 0: none.
+        alone: there is one gradient, which is the buffer itself, without a copy.
         into: for each sharded parameter, the entries of every device. The buffer has all shards of device 0,
             then all of device 1, and so on.
     """
@@ -291,7 +289,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class BeginSum:
-    """Main lane: the transfer of the summands in `buffer` to the second lane."""
+    """Main lane: the start of a sum. The local gradients are complete in `buffer`."""
 
     step: int
     buffer: str
@@ -299,7 +297,7 @@ class BeginSum:
 
 @dataclass(frozen=True, slots=True)
 class TakeSum:
-    """Second lane: a wait for the summands in `buffer`. The following operations sum them in place."""
+    """Second lane: a wait until the main lane starts the sum of `buffer`. The following operations sum it in place."""
 
     step: int
     buffer: str
@@ -334,8 +332,8 @@ class Unpack:
     """A copy of gradients out of a flat buffer; fields as in `Pack`.
 
     Attributes:
-        sizes: of the parameters, or of this device's shards.
-        copied: each gradient gets its own memory at the end of the step.
+        sizes: number of entries of each parameter, or of this device's shard of it.
+        copied: each gradient gets separate memory at the end of the step.
     """
 
     step: int
@@ -357,8 +355,8 @@ class PackWeights:
         shares: for each parameter, the entries of every device.
         size: entries of this device's shards.
         alone: there is one parameter, and the buffer is its memory.
-        own_only: this device does not compute with them, so the buffer has only its shards.
-        fresh: the memory of the whole parameters was freed after their last use, so it is allocated again.
+        own_only: this device does not compute with the parameters, so the buffer has only its shards.
+        fresh: the memory of the whole parameters is allocated again, because it was freed after their last use.
     """
 
     step: int
@@ -372,13 +370,13 @@ class PackWeights:
 
     @property
     def made(self) -> int:
-        """Entries of new memory."""
+        """Number of entries in newly allocated memory."""
         return 0 if self.alone else self.size if self.own_only else sum(map(sum, self.shares))
 
 
 @dataclass(frozen=True, slots=True)
 class UnpackWeights:
-    """The use of gathered parameters. Each of several gets its own memory. Fields as in `PackWeights`."""
+    """A copy of gathered shards into whole parameters, unless `alone`. Fields as in `PackWeights`."""
 
     step: int
     buffer: str
@@ -412,8 +410,8 @@ class DeviceProgram:
     Attributes:
         inputs: buffers of the local batch, provided by the loader.
         outputs: buffers returned to the caller.
-        output_gradients: indices of the outputs with gradients from the caller, see `output_gradient`.
-        input_gradients: for each input, the buffer returned from backward; "" if this device has no part of it.
+        output_gradients: indices of the outputs for which the caller gives a gradient; see `output_gradient`.
+        input_gradients: for each input, the buffer that backward returns; "" if this device has no gradient of it.
         forward, backward: the main lane.
         sums: the second lane; empty in the first and middle micro-batches of a step.
     """
@@ -471,7 +469,7 @@ def reads_of(operation: Operation) -> tuple[str, ...]:
 
 
 def writes_of(operation: Operation) -> tuple[str, ...]:
-    """Return the buffers that an operation makes, fills or changes. A round fills its buffers before its wait ends."""
+    """Return the buffers that an operation creates, fills or changes. A round's buffers are filled only after its wait."""
     match operation:
         case Compute(writes=writes) | Fused(writes=writes):
             return tuple(name for name in writes if name)

@@ -1,6 +1,6 @@
-"""Compiles the operations of one exchange on one device: a move between two layouts, or the rounds of a sum.
+"""Compile the operations of one exchange on one device: a move between two layouts, or the rounds of a sum.
 
-A part that is one block of memory is sent and received without a copy; other parts are copied into or out of a block.
+A contiguous part of a tensor is sent and received without a copy; other parts are copied into or out of a contiguous buffer.
 Summands are received into separate memory, because a buffer must not change while it is being sent. They are added in the
 order of their senders, so that every run gives the same bits.
 """
@@ -26,8 +26,8 @@ class StartedRound(NamedTuple):
 
     Attributes:
         step: id in the step list.
-        number: the round to wait for; None: this device has no message in it.
-        after: operations on the received parts.
+        number: number of the round to wait for; None: this device has no message in it.
+        after: operations on the received parts, after the wait.
     """
 
     step: int
@@ -36,14 +36,14 @@ class StartedRound(NamedTuple):
 
 
 class ExchangeOperations(NamedTuple):
-    """One device's part of an exchange: the operations up to the first wait, and the rounds to finish later."""
+    """One device's operations of an exchange: those before the first wait, and the rounds to finish later."""
 
     begin: Sequence[Operation] = ()
     started: Sequence[StartedRound] = ()
 
 
 def finish(started: Iterable[StartedRound], at: int) -> Iterator[Operation]:
-    """Yield the operations that finish rounds, for the step `at` that waits for them."""
+    """Yield the operations that finish rounds. `at`: the step that waits for them."""
     for step, number, after in started:
         if number is not None:
             yield ops.WaitRound(at, step, number)
@@ -92,7 +92,7 @@ class MoveSpec:
 
 @lru_cache(maxsize=8192)
 def operations_of(move: MoveSpec) -> ExchangeOperations:
-    """Return the operations of a move. Cached, because plans that a planner compares share most moves."""
+    """Return the operations of a move. Cached, because the plans that a planner compares have most moves in common."""
     return move.operations()
 
 
@@ -120,7 +120,7 @@ class _DirectMove:
         keeps = [t for t in transfers if t.sender == t.receiver]
         arrives = any(t.receiver == self.device != t.sender for t in transfers)
         if self.rounds_own and own is not None and any(t.sender == self.device for t in transfers):
-            # The kept part then has the same rounded numbers as the sent part.
+            # Round the kept part too, so that it equals the sent part.
             self.shard = f"message {step}.own"
             self.begin.append(ops.Make(step, self.shard, _extent(own), narrow=True))
             self.begin.append(ops.Copy(step, Part(self.move.source), Part(self.shard), entries(own)))
@@ -168,7 +168,7 @@ class _DirectMove:
         return Part(self.shard, _local_box(t.box, self.own))
 
     def _packed(self, name: str, t: Transfer) -> Part:
-        """Return the part to send: the source itself if it is one block and not rounded, else a copy called `name`."""
+        """Return the part to send: the source itself if it is contiguous and not rounded, else a copy called `name`."""
         if is_block(t.box, self.own) and (self.rounds_own or not self.narrow):
             return self._source(t)
         self.begin.append(ops.Make(self.step, name, _extent(t.box), narrow=self.narrow))
@@ -185,7 +185,7 @@ class _DirectMove:
 def sum_operations(
     step: int, schedule: Schedule, device: int, flat: str, wire: CommDtype, lane: int
 ) -> Iterator[Operation]:
-    """Yield the rounds of a collective, in place on a flat buffer. Every step reuses the memory for received summands."""
+    """Yield the rounds of a collective, in place on a flat buffer. Steps reuse the receive buffers."""
     under_way: deque[StartedRound] = deque()
     for number, transfers in enumerate(schedule.involving(device)):
         if len(under_way) == schedule.window:
@@ -201,7 +201,7 @@ def gather_operations(step: int, schedule: Schedule, device: int, flat: str, *, 
     """Return the round that gathers shards in place on a flat buffer, without copies.
 
     Args:
-        own_only: the buffer has only this device's shards, to send.
+        own_only: this device only sends, so the buffer has only its own shards.
     """
     (transfers,) = schedule.involving(device)
     begin, started = _flat_round((step, 0), transfers, device, flat, narrow=False, slot=(0, 0))
@@ -217,8 +217,8 @@ def _flat_round(
     """Return the operations that start a round on a flat buffer, and the started round.
 
     Args:
-        of: step and number of the round.
-        slot: lane, and number of the memory for summands.
+        of: step id and number of the round.
+        slot: lane and number of the receive buffers.
     """
     (step, number), begin = of, list[Operation]()
     leaving = [t for t in transfers if t.sender == device and entries(t.box)]
@@ -252,10 +252,10 @@ def _flat_round(
 
 
 def shared_rows(step: GatherStatistics, device: int, of: Sequence[str]) -> Iterator[Operation]:
-    """Yield the exchange of batch norm sums, one row per device. Several norms share one message.
+    """Yield the all-gather of batch norm sums, one row per device. Several norms share one message.
 
     Args:
-        of: each norm's prefix of the buffer names "row" and "rows".
+        of: for each norm, the prefix of its buffer names "... row" and "... rows".
     """
     row, rows = (f"{of[0]} row", f"{of[0]} rows") if len(of) == 1 else (f"sums {step.id}", f"sums {step.id} of all")
     spans = list(ranges(step.sizes))
@@ -287,7 +287,7 @@ def _extent(of: Box) -> Shape:
 
 
 def is_block(part: Box, of: Box | None) -> bool:
-    """Return whether a part of a tensor is one block of memory, if the tensor `of` is one."""
+    """Return whether a part of a tensor is contiguous in memory, if the tensor `of` is."""
     if of is None:
         return True
     extents = [(stop - start, end - origin) for (start, stop), (origin, end) in zip(part, of, strict=True)]

@@ -1,4 +1,4 @@
-"""Describes a plan as text: each device's part of each layer, and the step list line by line."""
+"""Describe a plan as text: each device's part of each layer, and the step list line by line."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class LayerRow:
 
 
 def layer_rows(plan: Plan, graph: Graph, itemsize: int = 4) -> list[LayerRow]:
-    """Return the table of a plan."""
+    """Return a plan's table, with one row for each layer."""
     steps = lower(plan, graph)
     sent: Counter[str] = Counter()
     for reader, size in _bytes_by_layer(steps, graph, itemsize):
@@ -48,7 +48,7 @@ def layer_rows(plan: Plan, graph: Graph, itemsize: int = 4) -> list[LayerRow]:
 
 
 def work_shares(steps: StepList, graph: Graph) -> tuple[float, ...]:
-    """Return each device's fraction of the forward FLOP of a step; without FLOP, its fraction of the layers."""
+    """Return each device's fraction of the forward FLOP. Without FLOP, return its fraction of the layers."""
     computed = [step for step in steps.phase("forward") if isinstance(step, ComputeStep)]
     flop = [graph[step.layer].flop for step in computed]
     weights = flop if any(flop) else [1] * len(computed)
@@ -59,7 +59,7 @@ def work_shares(steps: StepList, graph: Graph) -> tuple[float, ...]:
 
 
 def step_lines(steps: StepList, itemsize: int = 4) -> list[str]:
-    """Return the step list as text, a line each."""
+    """Return the step list as text, one line for each step."""
     what = "one step" if steps.micro_batch == "only" else f"the {steps.micro_batch} micro-batch"
     lines = [f"{what} of {steps.batch} samples on {steps.devices} devices"]
     phase = ""
@@ -129,7 +129,7 @@ def _part(step: ComputeStep, device: int) -> str:
 
 
 def _bytes_by_layer(steps: StepList, graph: Graph, itemsize: int) -> Iterator[tuple[str, int]]:
-    """Yield the bytes of each exchange for the layers that need it: a moved value's reader, summed parameters' owners."""
+    """Yield each exchange's bytes for the layers that need it: the reader of a move, the owners of summed parameters."""
     owner = {p.key: layer.name for layer in graph.layers.values() for p in layer.parameters.values()}
     readers = steps.first_readers()
     for step in steps.steps:

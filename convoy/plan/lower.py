@@ -1,4 +1,4 @@
-"""Lowers a plan, the strategies of all layers, to one list of steps for one batch size (`lower`)."""
+"""Lower a plan (the strategies of all layers) to a list of steps for one batch size (`lower`)."""
 
 import heapq
 import itertools
@@ -19,10 +19,10 @@ from convoy.plan.steps import ComputeStep, InputGradient, MicroBatch, Move, Phas
 from convoy.plan.strategy import Batch, One, Placement, parameter_holders
 
 BUCKET_ENTRIES = 500_000
-"""A bucket with this many entries is summed: large enough for full bandwidth, small enough to overlap."""
+"""Entries at which a bucket of gradients is summed: enough for full bandwidth, few enough to overlap with backward."""
 
 COMPANION_ENTRIES = 125_000
-"""A bucket with this many entries is summed together with a full one. Later it would have no traffic to overlap with."""
+"""Entries at which a bucket is summed early, when another bucket is full. Later it would have no traffic to overlap with."""
 
 
 def lower(
@@ -36,8 +36,8 @@ def lower(
     """Return the steps of one micro-batch of `plan`, for a global batch of `batch` samples (default: the plan's).
 
     Args:
-        input_gradients: for each input of the graph, the destination of its gradient; empty: no gradients.
-        kept: by key, layouts of parameters that differ from this plan's. All devices with copies get their gradients.
+        input_gradients: for each input of the graph, which gradient to return; empty: none.
+        kept: by key, layouts of parameters if they differ from this plan's. All devices with copies get gradients.
 
     Raises:
         PlanError: the plan does not fit the graph.
@@ -52,7 +52,7 @@ class GatherBucket:
     """Parameters that are gathered together, and the layers that compute with them.
 
     Attributes:
-        freed: their whole copies are freed after use.
+        freed: the whole parameters are freed after use.
     """
 
     parameters: tuple[Parameter, ...]
@@ -102,10 +102,12 @@ class Turn:
 
 
 def _turns(buckets: Sequence[GatherBucket], order: Sequence[str]) -> dict[str, Turn]:
-    """For each layer, return the freed buckets that start and end there. Each starts at the first use of the previous one.
+    """For each layer, return the freed buckets to gather before it, and the parameters to free after it.
+
+    The gathering of a bucket starts at the first use of the previous bucket.
 
     Args:
-        order: the layers, in computing order.
+        order: the layers, in the order of computation.
     """
     places = {name: place for place, name in enumerate(order)}
     spans = []
@@ -178,7 +180,7 @@ class _Lowering:
         return StepList(self.batch, self.plan.devices, inputs, outputs, steps, gradients, self.micro_batch, later)
 
     def _output_layout(self) -> dict[str, Layout]:
-        """Return each output's layout for the caller: copies everywhere, or the same split by samples for all."""
+        """Return each output's layout for the caller: copies on all devices, or one split by samples for all outputs."""
         everyone = everywhere(self.plan.devices)
         own = {name: self.values[name].layout for name in self.graph.outputs if self.graph[name].batched}
         if self.plan.outputs == "everywhere" or not own:
@@ -218,7 +220,7 @@ class _Lowering:
         return tuple(held_entries(layout, d, parameter.shape) for d in range(self.plan.devices))
 
     def _forward(self, row: Sequence[Layer]) -> None:
-        """Lower a layer, or batch norms that exchange their sums together."""
+        """Lower one layer, or several batch norms that exchange their sums together."""
         computes = [step for layer in row if (step := self._reading(layer)) is not None]
         if row[0].name in self.statistics:
             after = tuple(sorted({before for step in computes for before in step.after}))
@@ -229,7 +231,7 @@ class _Lowering:
             self.made_by[step.writes.key] = self._add(step if step.id == self._id else replace(step, id=self._id))
 
     def _reading(self, layer: Layer) -> ComputeStep | None:
-        """Move a layer's inputs to it, and return its computation."""
+        """Add the moves of a layer's inputs, and return its computation."""
         placed = self.placed[layer.name]
         value = Value(layer.name, layer.batch_shape(self.batch), placed.gives)
         self.values[layer.name] = self.versions[layer.name, placed.gives] = value
@@ -251,7 +253,7 @@ class _Lowering:
         )  # fmt: skip
 
     def _exchange_statistics(self, phase: Phase, rows: Sequence[tuple[str, Value]], after: tuple[int, ...]) -> int:
-        """Add the exchange of some norms' sums; `rows` has each norm's name and input."""
+        """Add the exchange of several norms' sums. `rows`: name and input of each norm."""
         names, reads = zip(*rows, strict=True)
         sizes, members = tuple(self.statistics[name][0] for name in names), self.statistics[names[0]][1]
         return self._add(st.GatherStatistics(self._id, phase, names, reads, sizes, members, after))
@@ -270,12 +272,12 @@ class _Lowering:
         gives = self.placed[layer.name].gives
         if not layer.statistics or not isinstance(gives, Split) or gives.axis != 0:
             return None
-        # By the plan's batch: a device without samples in this (small) batch still updates its running statistics.
+        # Use the plan's batch: a device without samples in this (smaller) batch still updates its running statistics.
         members = parameter_holders(layer, self.nominal[layer.name].gives, self.plan.devices)
         return (2 * layer.shape[0], members) if len(members) > 1 else None
 
     def _version(self, name: str, layout: Layout, chunks: int = 1) -> Value:
-        """Return a layer's output in a layout; add the move at first use."""
+        """Return a layer's output in a layout. Add the move when the layout is first used."""
         known = self.versions.get((name, layout))
         if known is not None:
             return known
@@ -305,18 +307,18 @@ class _Lowering:
         return gradients
 
     def _sum(self, sums: "_SumBuckets", *, everything: bool) -> None:
-        """Add the sums that are due; earlier micro-batches leave them to the last one."""
+        """Add the sums that are due, or leave them to the step's last micro-batch."""
         for step in sums.take(everything=everything):
-            # Sums into shards cannot wait: each device would have to keep a whole gradient.
+            # Reduce-scatters cannot wait: until then, each device would have to keep the whole gradient.
             waits = self.micro_batch in ("first", "middle") and not step.into
             (self.later if waits else self.steps).append(replace(step, id=self._id))
 
     def _input_gradient(self, layer: Layer) -> Value | None:
-        """Return the value with the caller's gradient: the input, or the target of the gradient's move."""
+        """Return the value whose gradient the caller gets: the input, or the target of the gradient's move."""
         after, value, how = self.ready.get(layer.name), self.values[layer.name], self.wanted.get(layer.name)
         if after is None or how is None:
             return None
-        # For a pending sum, each of its devices has the whole gradient.
+        # If the input is a pending sum, each of its devices has the whole gradient.
         if how == "part" and not isinstance(value.layout, Replicated):
             return value
         devices = tuple(range(self.plan.devices)) if how == "whole" else holders(value.layout)
@@ -361,7 +363,7 @@ class _Lowering:
     def _returned_statistics(self, step: ComputeStep) -> int:
         """Return the exchange of a norm in backward, shared with its forward partners that have a gradient.
 
-        Partners are adjacent in forward, before all their readers: when the last one has its gradient, all have.
+        In forward, partners are adjacent and before all their readers. So all have gradients once the last one has.
         """
         if step.layer not in self.returned_by:
             names = [name for name in self.row_of[step.layer] if name in self.ready]
@@ -371,9 +373,9 @@ class _Lowering:
         return self.returned_by[step.layer]
 
     def _parts(self, step: ComputeStep, sums: "_SumBuckets") -> tuple[st.Part, ...]:
-        """Split a layer's backward so that one gradient is sent while the other is computed.
+        """Return the parts of a layer's backward, so that one gradient is sent while the other is computed.
 
-        Input gradients go first, because earlier layers wait for them. Weights go first only if they fill a bucket.
+        Input gradients are first, because earlier layers wait for them, unless only the weights' gradients start an exchange.
         """
         layer = self.graph[step.layer]
         if not layer.multiplies or not layer.trainable or not any(step.wants):
@@ -384,7 +386,7 @@ class _Lowering:
 
 
 def by_samples(layout: Layout) -> bool:
-    """Return whether each sample of a value is whole and on exactly one device."""
+    """Return whether each sample is on exactly one device, as a whole."""
     return isinstance(layout, OnOne) or (isinstance(layout, Split) and layout.axis == 0)
 
 
@@ -423,11 +425,11 @@ class _SumBucket:
 
 
 _Name = tuple[tuple[int, ...], bool, str]
-"""A bucket's key: devices with summands; whether it is summed into shards; the parameter if it is the only one."""
+"""Key of a bucket: devices with gradients; whether it is reduce-scattered; the parameter's key if it has a bucket alone."""
 
 
 class _SumBuckets:
-    """Buckets of gradients, filled as backward completes them."""
+    """Buckets of gradients, which fill in the order of backward."""
 
     def __init__(self, lowering: "_Lowering") -> None:
         self.lowering, self.plan, self.graph = lowering, lowering.plan, lowering.graph
@@ -437,7 +439,7 @@ class _SumBuckets:
         self.read_by_others = {p.key for layer in with_gradient if not layer.multiplies for p in layer.trainable}
 
     def add(self, step: ComputeStep) -> None:
-        """Add a layer's gradients, which are ready unless an earlier layer shares the parameter."""
+        """Add a layer's gradients, except those of parameters that an earlier layer uses too."""
         layer = self.graph[step.layer]
         for parameter in layer.trainable:
             self.uses[parameter.key] -= 1
@@ -445,7 +447,7 @@ class _SumBuckets:
                 continue
             bucket = self.open.setdefault(self._bucket_of(step, parameter), _SumBucket())
             bucket.parameters.append(parameter)
-            # Only an opaque layer may use a parameter on one device and not on another.
+            # Only an opaque layer can use a parameter on one device but not on another.
             bucket.flagged |= layer.kind == "opaque"
             if step.id not in bucket.after[-1:]:
                 bucket.after.append(step.id)
@@ -459,7 +461,7 @@ class _SumBuckets:
         return any(n + self.open.get(name, _SumBucket()).entries >= BUCKET_ENTRIES for name, n in filled.items())
 
     def _bucket_of(self, step: ComputeStep, parameter: Parameter) -> _Name:
-        """Return the bucket of a gradient. A gradient that fills a bucket gets its own, without a copy if possible."""
+        """Return the bucket of a gradient. If possible, a large gradient gets a bucket alone, without a copy."""
         alone = self.graph[step.layer].multiplies and parameter.key not in self.read_by_others
         name = parameter.key if alone and parameter.entries >= BUCKET_ENTRIES else ""
         used = self.lowering.gathered.get(parameter.key)
@@ -470,7 +472,7 @@ class _SumBuckets:
         return key in self.lowering.gathered or (isinstance(layout, Replicated) and len(layout.devices) > 1)
 
     def take(self, *, everything: bool) -> Iterator[SumGradients]:
-        """Yield the sums that are due, without ids."""
+        """Yield the sums of full buckets, or of all buckets. Their ids are set later."""
         entries = {name: bucket.entries for name, bucket in self.open.items()}
         is_full = any(n >= BUCKET_ENTRIES for n in entries.values())
         for name, bucket in list(self.open.items()):
@@ -488,18 +490,18 @@ class _SumBuckets:
 # --- order -----------------------------------------------------------------------------------------------------------
 
 Row = tuple[str, ...]
-"""A layer, or batch norms that exchange together, in the order of the net."""
+"""One layer, or several batch norms that exchange together, in the model's order."""
 
 
 def rows_of(graph: Graph, exchanged: Mapping[str, Hashable]) -> tuple[Row, ...]:
-    """Return the layers in computing order, with norms that exchange together as one row.
+    """Return the layers in the order of computation. Norms that exchange together form one row.
 
-    In a net with branches (Inception, ResNet at its shortcuts), the inputs of several norms are ready at about the same
-    time, and one message can have the sums of all of them. A norm's level is the number of exchanges on the longest path up
-    to and including it. Norms of one level do not depend on each other; norms of one level and kind exchange together.
+    In a model with branches (Inception, ResNet shortcuts), the inputs of several norms are ready at about the same time, so
+    one message can carry the sums of all of them. A norm's level is the number of exchanges on the longest path up to and
+    including it. Norms of one level do not depend on each other. Those of one level and kind exchange together.
 
     Args:
-        exchanged: the norms that exchange sums, with the kind of each.
+        exchanged: the norms that exchange sums, and the kind of each.
     """
     levels: dict[str, int] = {}
     for name, some in graph.before:
@@ -512,9 +514,9 @@ def rows_of(graph: Graph, exchanged: Mapping[str, Hashable]) -> tuple[Row, ...]:
 
 @lru_cache(maxsize=64)
 def _ordered(before: tuple[tuple[str, frozenset[str]], ...], met: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Return the graph's order with each row at the position of its last layer, before its readers (Kahn's algorithm).
+    """Return the graph's order, with each row at the position of its last layer and before its readers (Kahn's algorithm).
 
-    Cached, because planners need the same order often.
+    Cached, because planners often need the same order.
     """
     row_of: dict[str, Row] = {name: (name,) for name, _ in before} | {name: row for row in met for name in row}
     if not met:

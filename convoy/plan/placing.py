@@ -1,8 +1,8 @@
-"""Computes the layout of each layer of a plan, and the layouts in which parameters are used and kept.
+"""Compute the layouts of layers under a plan, and the layouts in which parameters are used and kept.
 
-In evaluation every layer computes on the devices that keep its parameters in training. The evaluation graph may differ:
-dropout becomes an identity, a layer no longer reads the global batch, an auxiliary output is missing. Layers that follow
-their input could then be placed on devices without their parameters; `pin` gives these layers their own strategy.
+In evaluation, every layer computes on the devices that hold its parameters in training. The evaluation graph may differ:
+dropout becomes an identity, a layer no longer reads the global batch, an auxiliary output is missing. A layer that follows its
+input could then be placed on devices without its parameters. `pin` gives such layers their own strategy.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def placements(plan: Plan, graph: Graph, batch: int | None = None) -> dict[str, 
     batch = plan.batch if batch is None else batch
     if batch < 1:
         raise PlanError(
-            f"a batch of {batch}: a batch holds one sample at least; give 1 or more, or None for the plan's"
+            f"a batch of {batch}: a batch has at least one sample; give 1 or more, or None for the plan's batch"
         )
     for name, layer in graph.layers.items():
         leading = next((result[i].gives for i in layer.inputs if graph[i].batched), None)
@@ -41,12 +41,12 @@ def placements(plan: Plan, graph: Graph, batch: int | None = None) -> dict[str, 
 
 
 def parameter_layouts(plan: Plan, graph: Graph) -> dict[str, Layout]:
-    """Return the layout of every parameter and buffer between steps, by its `state_dict` key, for any batch."""
+    """Return the layout of every parameter and buffer between steps, by `state_dict` key. It is the same for all batches."""
     return kept_layouts(plan, graph, used_layouts(graph, placements(plan, graph)))
 
 
 def used_layouts(graph: Graph, placed: Mapping[str, Placement]) -> dict[str, Layout]:
-    """Return the layouts in which layers use parameters, by key: as kept, or gathered from shards."""
+    """Return the layouts in which layers compute with parameters, by key: as kept, or gathered from shards."""
     return {
         graph[name].parameters[key].key: layout
         for name, each in placed.items()
@@ -55,7 +55,7 @@ def used_layouts(graph: Graph, placed: Mapping[str, Placement]) -> dict[str, Lay
 
 
 def kept_layouts(plan: Plan, graph: Graph, used: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Return the layouts of parameters between steps; layers use them in the layouts `used`."""
+    """Return the layouts of parameters between steps. `used`: their layouts during computation."""
     kept = dict(used)
     for name, how in plan.sharded.items():
         for p in graph[name].trainable:
@@ -71,17 +71,17 @@ def is_gathered(kept: Layout, used: Layout) -> bool:
 
 
 def own_strategy(plan: Plan, layer: Layer) -> Strategy | None:
-    """Return a layer's own strategy. Later calls of a module have that of the first call: they share weights."""
+    """Return a layer's own strategy, if any. All calls of one module share weights, so they share its strategy."""
     return plan.layers.get(layer.name) or plan.layers.get(layer.name.partition("#")[0])
 
 
 def unnamed(
     graph: Graph, layer: Layer, leading: Layout | None, otherwise: Strategy, batch: int, devices: int
 ) -> tuple[Strategy | None, Placement]:
-    """Place a layer without its own strategy: it follows its input (None), or uses the plan's `otherwise`.
+    """Place a layer without its own strategy. Return the plan's `otherwise`, or None if the layer follows its input.
 
     Args:
-        leading: layout of its first batched input; None: it has none.
+        leading: layout of the layer's first batched input; None: it has none.
 
     Raises:
         PlanError: `otherwise` does not fit the layer.
@@ -95,7 +95,7 @@ def unnamed(
         if followed is not None:
             return None, followed
     if isinstance(otherwise, Batch) and not layer.per_sample:
-        # In the plan, the device with the most samples is the fastest.
+        # The device with the most samples is the fastest one, according to the plan.
         otherwise = One(otherwise.shares.index(max(otherwise.shares)))
     placed = place(graph, layer, otherwise, batch, devices)
     if reads_batch:
@@ -105,7 +105,7 @@ def unnamed(
 
 
 def _input_layout(plan: Plan, graph: Graph, layer: Layer, batch: int) -> Layout:
-    """Place an input where its first readers are, so that no image is sent."""
+    """Return the layout of an input: where its first readers are, so that no sample is sent."""
     wants = _wants(plan, graph, layer, batch, {})
     if len(wants) == 1:
         (only,) = wants
@@ -120,7 +120,7 @@ def _input_layout(plan: Plan, graph: Graph, layer: Layer, batch: int) -> Layout:
 
 
 def _wants(plan: Plan, graph: Graph, layer: Layer, batch: int, known: dict[str, set[Layout]]) -> set[Layout]:
-    """Return the layouts in which later layers read `layer`'s output, ignoring layers that follow their input."""
+    """Return the layouts in which layers read `layer`'s output. For layers that follow their input, look at their readers."""
     if layer.name in known:
         return known[layer.name]
     wants: set[Layout] = set()
@@ -143,7 +143,7 @@ def _wants(plan: Plan, graph: Graph, layer: Layer, batch: int, known: dict[str, 
 
 
 def pin(plan: Plan, training: Graph, evaluation: Graph) -> Plan:
-    """Return the plan for the evaluation graph, with a strategy for each layer that would be placed without its parameters.
+    """Return the plan for the evaluation graph. Layers that would be placed without their parameters get a strategy.
 
     Raises:
         PlanError: the plan does not fit the training graph.
@@ -162,12 +162,12 @@ def pin(plan: Plan, training: Graph, evaluation: Graph) -> Plan:
 
 
 def borrowed(pinned: Plan, plan: Plan, training: Graph, evaluation: Graph) -> dict[str, Layout]:
-    """Return evaluation layouts of parameters that no strategy can provide to their layers. Ordinary models have none.
+    """Return the parameters that must move for evaluation, and their layouts there. Ordinary models have none.
 
-    Example: a layer that is whole in evaluation, while training splits its inside.
+    For example, evaluation computes a layer as a whole, but training splits the layers inside it.
 
     Raises:
-        PlanError: two such layers need different parts of the same parameter.
+        PlanError: two layers need different parts of the same parameter.
     """
     result: dict[str, Layout] = {}
     strays = _strays(pinned, training, evaluation, plan).values()
@@ -177,14 +177,14 @@ def borrowed(pinned: Plan, plan: Plan, training: Graph, evaluation: Graph) -> di
             continue
         if before != wanted and (isinstance(before, Split) or isinstance(wanted, Split)):
             raise PlanError(
-                f"in evaluation two layers want other parts of {key!r} than training keeps: give them the strategy 'one'"
+                f"in evaluation two layers need other parts of {key!r} than training keeps: give them the strategy 'one'"
             )
         result[key] = wanted if before == wanted else everywhere(plan.devices)
     return result
 
 
 def _strays(pinned: Plan, training: Graph, evaluation: Graph, plan: Plan) -> dict[str, list[tuple[str, Layout, bool]]]:
-    """Return the evaluation layers that miss parameters, with (key, wanted layout, is there) of each parameter."""
+    """For each evaluation layer that misses parameters, return (key, wanted layout, whether it is there) of each one."""
     kept, found = used_layouts(training, placements(plan, training)), {}
     for name, placed in placements(pinned, evaluation).items():
         rows = []
@@ -200,7 +200,7 @@ def _strays(pinned: Plan, training: Graph, evaluation: Graph, plan: Plan) -> dic
 
 
 def _strategy_at(layer: Layer, home: Layout, plan: Plan) -> Strategy:
-    """Return the strategy that computes a layer on the devices of its output in training."""
+    """Return the strategy that computes a layer where training has its output (`home`)."""
     match home:
         case OnOne(device):
             return One(device)

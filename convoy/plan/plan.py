@@ -1,4 +1,4 @@
-"""Defines the plan, a strategy with shares for every layer, and its file, which a person can read, edit and run."""
+"""Define the plan, a strategy with shares for every layer, and its JSON file, which users can read and edit."""
 
 import json
 from collections import Counter
@@ -21,15 +21,11 @@ from convoy.plan.strategy import Batch, Channel, Filter, Form, One, Sharding, St
 FORMAT = 1
 
 OutputPlace = Literal["everywhere", "where-computed"]
-"""Where the model's outputs are after forward: all outputs on every device, or each on the device that computed it."""
+"""Location of the model's outputs after forward: all on every device, or each sample's on the device that computed it."""
 
 
 def parse_outputs(text: str) -> OutputPlace:
-    """Return the place of outputs of this name.
-
-    Raises:
-        InputError: unknown name; lists the choices.
-    """
+    """Return the location of outputs of this name. InputError: unknown name."""
     if text not in get_args(OutputPlace):
         raise unknown_name("place of outputs", text, get_args(OutputPlace))
     return text  # type: ignore[return-value]
@@ -40,18 +36,18 @@ class Plan:
     """A strategy with shares for every layer.
 
     Attributes:
-        name: for users only.
+        name: a name for users; it has no effect.
         model: fingerprint of the plan's graph.
-        devices: the number of devices.
-        batch: the global batch that `Batch` shares sum to; other batches are split in the same proportions.
-        layers: strategies by layer name. Layers that are not named follow their first input.
-        otherwise: strategy of layers that neither follow an input nor have their own strategy: `Batch` or `One`.
-        reduce: the collective that sums gradients and `Partial` outputs.
-        chunks: a convolution that reads whole outputs receives them in this number of chunks of the batch, and starts
-            with the first. Files call it "pieces".
+        devices: number of devices.
+        batch: size of the global batch, the sum of `Batch` shares. Other batches are split in the same proportions.
+        layers: strategies by layer name. Other layers follow their first input if possible.
+        otherwise: strategy of layers that neither have their own strategy nor follow an input.
+        reduce: the algorithm that sums gradients and `Partial` outputs.
+        chunks: number of chunks of the batch in which a convolution receives the outputs of a split layer; it starts to
+            compute with the first chunk. Files call it "pieces".
         wire: number format in which activations and gradients are sent.
-        sharded: by name, layers with parameters kept in shards and gathered for use. Files call it "in_shares".
-        outputs: where the model's outputs are. With "where-computed", `convoy.loss` computes the loss.
+        sharded: by layer name, how parameters are sharded; they are gathered for use. Files call it "in_shares".
+        outputs: location of the model's outputs. With "where-computed", `convoy.loss` computes the loss.
     """
 
     name: str
@@ -68,12 +64,12 @@ class Plan:
 
     @property
     def exact(self) -> bool:
-        """Whether training follows the trajectory of one device."""
+        """Whether training computes the same as on one device, up to rounding."""
         return not self.inexact
 
     @property
     def inexact(self) -> str:
-        """Why training does not follow the trajectory of one device; empty if it does."""
+        """The reason why training differs from that on one device; empty if it does not."""
         if self.wire != "exact":
             return f"wire {self.wire} rounds messages to 8 bits, and follows the trajectory of one device only nearly"
         return ""
@@ -82,11 +78,7 @@ class Plan:
         return replace(self, name=name)
 
     def check(self, graph: Graph, devices: int | None = None) -> None:
-        """Refuse a plan that does not fit a model or a number of devices.
-
-        Raises:
-            PlanError: with the value, the rule and the remedy.
-        """
+        """Raise PlanError if the plan does not fit the model or the number of devices."""
         plan = f"plan {self.name!r}"
         if self.model != graph.fingerprint:
             raise PlanError(
@@ -99,7 +91,7 @@ class Plan:
                 "start as many devices as the plan names, or make a new plan"
             )
         if self.batch < 1:
-            raise PlanError(f"{plan} has a batch of {self.batch}: a batch holds one sample at least; set 1 or more")
+            raise PlanError(f"{plan} has a batch of {self.batch}: a batch has at least one sample; set 1 or more")
         if not 1 <= self.chunks <= self.batch:
             raise PlanError(
                 f"{plan} has {self.chunks} pieces: set 1 or more, at most one for each of {self.batch} samples"
@@ -126,7 +118,7 @@ class Plan:
             strategies.check_sharding(graph[name], self.layers.get(name), kept.shares, self.devices)
 
     def to_json(self) -> str:
-        """Return text that `from_json` reads back to an equal plan."""
+        """Return the plan as JSON text for `from_json`."""
         rows = {"format": FORMAT, "name": self.name, "model": self.model, "devices": self.devices, "batch": self.batch}
         rows |= {"reduce": self.reduce, "wire": self.wire, "pieces": self.chunks}
         rows |= {"otherwise": _as_row(self.otherwise)}
@@ -142,11 +134,10 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, source: str = "plan") -> "Plan":
-        """Read a plan.
+        """Read a plan from JSON text.
 
         Raises:
-            PlanError: not JSON, another format version, a key that is unknown, missing or repeated, a wrong type.
-                The message names the field.
+            PlanError: not JSON, another format version, an unknown, missing or repeated key, or a wrong type.
         """
         try:
             raw = parse_json(text, _unique)
@@ -169,11 +160,7 @@ class Plan:
 
     @staticmethod
     def load(path: Path) -> "Plan":
-        """Read a plan file.
-
-        Raises:
-            PlanError: the file is missing or not a plan.
-        """
+        """Read a plan file. PlanError: it is missing or not a plan."""
         return Plan.from_json(read_text(path, "the plan", "give the path of a plan file", kind=PlanError), str(path))
 
 
@@ -234,7 +221,7 @@ def _as_row(strategy: Strategy) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse repeated keys: json.loads would silently keep the last of two layers with the same name."""
+    """Return a dict of the pairs. ValueError: a repeated key, of which json.loads would silently keep the last."""
     counts = Counter(key for key, _ in pairs)
     if repeated := [key for key, count in counts.items() if count > 1]:
         raise ValueError(f"the key {shown(repeated[0])} occurs twice")

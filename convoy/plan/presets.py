@@ -1,8 +1,8 @@
-"""Builds plans by name: those of earlier works, and those that experts use.
+"""Build plans by name: those of earlier publications, and those that experts use.
 
 `data`           PyTorch's DistributedDataParallel: the batch in even shares.
-`data-by-speed`  the batch in shares by measured speed: what experts tune by hand.
-`sharded`        as `data-by-speed`, with weights and optimizer state in shards by speed (ZeRO and FSDP: even ones).
+`data-by-speed`  the batch in shares by measured speed, as experts tune them by hand.
+`sharded`        as `data-by-speed`, with weights and optimizer state sharded by speed (ZeRO and FSDP use even shards).
 `master`         Marques, Falcao, Alexandre 2018: only convolutions are distributed, filters by measured speed; everything else
                  runs on the fastest device.
 `model`          model parallelism of Castello et al. 2021: every weighted layer by filter, evenly.
@@ -20,12 +20,12 @@ from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Filter, One, Sharding, Strategy, can_shard
 
 AUTO = "auto"
-"""The name of the planner's plan. It needs measured times, so it is not one of `PLANS`."""
+"""Name of the planner's plan. It needs measured times, so `PLANS` does not contain it."""
 
 PLANS = ("data", "data-by-speed", "sharded", "master", "model", "hybrid")
 
 SHARE_UNITS = 1000
-"""The sum of a sharding's proportions."""
+"""Sum of a sharding's proportions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Speeds:
 
     Attributes:
         devices: samples/s of each device on the whole model.
-        layers: by name of a measured layer, samples/s of each device on it.
-        measured: False: only the proportions count.
+        layers: by name of a measured layer, samples/s of each device on that layer.
+        measured: whether these are measured speeds; False: only their proportions have a meaning.
     """
 
     devices: tuple[float, ...]
@@ -51,11 +51,11 @@ def named_plan(name: str, graph: Graph, batch: int, speeds: Speeds, reduce: Redu
     """Return one of `PLANS` for a global batch of `batch` samples.
 
     Args:
-        speeds: of each device; even shares use only their number.
-        reduce: how gradients are summed; default: butterfly for `hybrid`, ring for the others.
+        speeds: speeds of the devices; plans with even shares use only the number of devices.
+        reduce: algorithm that sums gradients; default: butterfly for `hybrid`, ring for the others.
 
     Raises:
-        InputError: unknown name or reduce; lists the choices.
+        InputError: unknown name or reduce.
         PlanError: a batch below 1.
     """
     if name not in PLANS:
@@ -63,7 +63,7 @@ def named_plan(name: str, graph: Graph, batch: int, speeds: Speeds, reduce: Redu
     if reduce is not None and reduce not in SUMS:
         raise unknown_name("reduce", reduce, SUMS)
     if batch < 1:
-        raise PlanError(f"a batch of {batch}: a batch holds one sample at least; give --batch 1 or more")
+        raise PlanError(f"a batch of {batch}: a batch has at least one sample; give --batch 1 or more")
     by_speed = Batch(apportion(batch, speeds.devices))
     otherwise: Batch | One = Batch(even(batch, len(speeds.devices))) if name in ("data", "model") else by_speed
     layers: dict[str, Strategy] = {}

@@ -1,7 +1,7 @@
-"""Defines the step list: all computations and exchanges of one training step, in the same order on every device.
+"""Define the step list: all computations and exchanges of one training step, in the same order on every device.
 
 A computation occupies its device until it is done. An exchange starts at its position in the list. The first step that names
-it in `after` waits for it, or else the end of its phase. So the list alone determines what overlaps.
+it in `after` waits for it; if there is none, the end of the phase does. So the list alone determines which steps overlap.
 
 A *value* is a layer's output in one layout, with its own key. Backward steps refer to values and handle their gradients: a
 backward move reads the gradient of its target value.
@@ -21,21 +21,21 @@ from convoy.layout.shares import Shares, holders
 Phase = Literal["forward", "backward"]
 
 InputGradient = Literal["none", "part", "whole"]
-"""Where an input's gradient goes: nowhere; each device gets that of its local shard; every device gets all of it."""
+"""Gradient of an input that backward returns: none; each device its local shard's; every device that of the global batch."""
 
 MicroBatch = Literal["only", "first", "middle", "last"]
-"""The position of a micro-batch in a training step. The last sums the gradients of replicated parameters, which stay on their
-devices until then."""
+"""Position of a micro-batch in a training step. Gradients of replicated parameters stay local until the last micro-batch sums
+them."""
 
 SEGMENT_ENTRIES = 1 << 19
-"""A sum with longer messages is cut in two: 2 MiB of float32 take much longer than a message's latency."""
+"""Entries of a message from which a sum is split in two: 2 MiB of float32 take much longer than a message's latency."""
 
 Part = Literal["all", "input", "weight"]
 """The gradients that a backward step computes: all, those of the layer's inputs, or those of its parameters."""
 
 
 def micro_batches(count: int) -> dict[MicroBatch, int]:
-    """Return the number of micro-batches of each kind in a step of `count`, in order."""
+    """Return the number of micro-batches of each kind, in order, for a step of `count` micro-batches."""
     kinds: dict[MicroBatch, int] = {"only": 1} if count == 1 else {"first": 1, "middle": count - 2, "last": 1}
     return {kind: number for kind, number in kinds.items() if number}
 
@@ -45,8 +45,8 @@ class Value:
     """One tensor of a step.
 
     Attributes:
-        shape: of the whole (global) tensor.
-        layer: the layer that makes it; default: `key`.
+        shape: shape of the whole (global) tensor.
+        layer: the layer that computes it; default: `key`.
     """
 
     key: str
@@ -61,18 +61,18 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class ComputeStep:
-    """A layer's arithmetic on each device's shard.
+    """The computation of a layer, on each device's shard.
 
     Attributes:
         id: position in the list.
         reads, writes: values of the forward pass. Backward turns the gradient of `writes` into gradients of the `reads`
-            that `wants` marks, and of the layer's parameters.
+            marked in `wants`, and of the layer's parameters.
         parameters: layout of each parameter of the layer.
-        after: ids of the steps that must have finished.
-        part: a layer may have two backward steps, to send the first gradient during the second step.
+        after: ids of the steps that must finish first.
+        part: gradients to compute. A layer may have two backward steps, to send the first gradient during the second step.
         last: whether it is the last step of the layer's backward.
-        chunks: in forward, above 1: start with the first rows of the input while the others arrive.
-        frees: keys of gathered parameters whose whole copies are freed afterwards.
+        chunks: number of chunks of the input's rows; in forward, each is computed while later ones arrive.
+        frees: keys of gathered parameters that are freed afterwards.
     """
 
     id: int
@@ -92,7 +92,7 @@ class ComputeStep:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Redistribution of a value to another layout. In backward `reads` is the later value: its gradient goes back.
+    """Redistribution of a value to another layout. In backward, the gradient of `reads` becomes that of `writes`.
 
     Attributes:
         chunks: the number of chunks of the batch, sent one after the other.
@@ -117,7 +117,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class ReturnGradient:
-    """The entry of an output's gradient into backward.
+    """The start of backward with an output's gradient, which the caller gives.
 
     Every device computes the loss from a copy of the output. So it has the whole gradient and takes its shard; nothing is
     sent. (A move back from copies would sum the copies of the gradient.) If the output stays sharded, each device has the
@@ -141,12 +141,12 @@ class ReturnGradient:
 class GatherStatistics:
     """All-gather of batch norm sums: means and squared deviations in forward, two sums for the gradient in backward.
 
-    They are few, and their small differences matter, so they are never rounded.
+    These numbers are few, and small differences matter, so they are never rounded.
 
     Attributes:
         layers: norms that exchange together: each device sends one row with the sums of all norms.
-        reads: the input of each.
-        sizes: entries of each.
+        reads: input of each norm.
+        sizes: number of entries of each norm.
     """
 
     wire: ClassVar[CommDtype] = "exact"
@@ -181,10 +181,10 @@ class SumGradients:
     """All-reduce of the gradients of replicated parameters, or reduce-scatter of sharded ones, as one flat tensor.
 
     Attributes:
-        keys: of the parameters; sizes: entries of each.
-        flags: number of trailing entries that mark used parameters (for opaque layers).
+        keys, sizes: keys of the parameters, and number of entries of each.
+        flags: number of entries at the end that mark used parameters (for opaque layers).
         devices: the devices that compute with the parameters.
-        alone: a single gradient that is summed in place in its own memory.
+        alone: there is one gradient, which is summed in its own memory.
         into: for each sharded parameter, the entries of every device. Each device gets only the sum of its shard.
     """
 
@@ -202,7 +202,7 @@ class SumGradients:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The devices with a summand or a shard of the sum."""
+        """The devices that have gradients or get a shard of the sum."""
         return tuple(sorted({*self.devices, *holders(joined(self.into))}))
 
     @property
@@ -225,8 +225,8 @@ class GatherWeights:
     The parameters are one flat tensor: all shards of device 0, then all of device 1, and so on.
 
     Attributes:
-        keys: of the parameters; shares: of each, the entries of every device.
-        devices: the devices that compute with them.
+        keys, shares: keys of the parameters, and for each the entries of every device.
+        devices: the devices that compute with the parameters.
     """
 
     wire: ClassVar[CommDtype] = "exact"
@@ -256,7 +256,7 @@ class GatherWeights:
 
 
 def joined(shares: Sequence[Shares]) -> Shares:
-    """Return the entries of each device, summed over parameters."""
+    """Sum the entries of each device over several parameters."""
     return tuple(map(sum, zip(*shares, strict=True)))
 
 
@@ -265,7 +265,7 @@ Step = ComputeStep | Exchange
 
 
 def traffic(step: Exchange, itemsize: int) -> Counter[tuple[int, int]]:
-    """Return the bytes that each (sender, receiver) pair sends in one exchange, for numbers of `itemsize` bytes."""
+    """Return the bytes sent in one exchange by (sender, receiver), for numbers of `itemsize` bytes."""
     return collectives.traffic(step.schedule, sent_itemsize(step.wire, itemsize))
 
 
@@ -274,11 +274,11 @@ class StepList:
     """One micro-batch of a training step, for one batch size.
 
     Attributes:
-        batch: global batch of the micro-batch.
+        batch: samples of the micro-batch on all devices together.
         inputs: the values that the loader provides.
         outputs: the values that the model returns: copies on every device, or sharded by samples.
-        input_gradients: for each input, the value whose gradient the caller gets, or None. Empty: no input has a gradient.
-        later: gradient sums that the last micro-batch computes.
+        input_gradients: for each input, the value whose gradient the caller gets, or None. Empty: no gradients.
+        later: gradient sums that are left to the last micro-batch.
     """
 
     batch: int
@@ -292,17 +292,17 @@ class StepList:
 
     @property
     def sums(self) -> bool:
-        """Whether gradients of replicated parameters are summed over the devices."""
+        """Whether this micro-batch sums gradients of replicated parameters over the devices."""
         return self.micro_batch in ("only", "last")
 
     @property
     def adds(self) -> bool:
-        """Whether gradients are added to those of earlier micro-batches."""
+        """Whether this micro-batch adds its gradients to those of earlier ones."""
         return self.micro_batch in ("middle", "last")
 
     @property
     def joins_losses(self) -> bool:
-        """Whether each device computes the loss of its samples, and the losses are summed between forward and backward."""
+        """Whether each device computes the loss of its samples, so that losses are summed before backward."""
         stays = any(
             isinstance(v.layout, OnOne) or (isinstance(v.layout, Split) and v.layout.axis == 0) for v in self.outputs
         )
@@ -317,6 +317,6 @@ class StepList:
         return {value.key: step.layer for step in reversed(computes) for value in step.reads}
 
     def traffic(self, itemsize: int = 4) -> Counter[tuple[int, int]]:
-        """Return the bytes that each (sender, receiver) pair sends in the whole list."""
+        """Return the bytes sent in the whole list, by (sender, receiver)."""
         exchanges = (step for step in self.steps if not isinstance(step, ComputeStep))
         return sum((traffic(step, itemsize) for step in exchanges), Counter())

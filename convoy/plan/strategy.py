@@ -1,7 +1,7 @@
-"""Defines the strategies of layers, and the cuts that each kind of layer allows.
+"""Define the strategies of layers, and the cuts that each kind of layer allows.
 
-A strategy and a layer give a *placement*: the layouts of inputs, output and parameters. Layers without their own strategy
-follow the layout of their first input if their cuts allow it.
+A strategy and a layer determine a *placement*: the layouts of inputs, output and parameters. Layers without their own strategy
+follow the layout of their first input if their cuts allow it. A *cut* is an axis along which a layer can be split.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from convoy.model.graph import Cut, Graph, Layer
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A split by samples. Weights are copies; their gradients are summed."""
+    """A split by samples. Weights are replicated, and their gradients are summed."""
 
     shares: Shares
     name: ClassVar[str] = "batch"
@@ -25,7 +25,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """A split by output filters (or features), computed for every sample from copies of the input."""
+    """A split by output filters (or features). Each device computes its own for every sample, from a copy of the input."""
 
     shares: Shares
     name: ClassVar[str] = "filter"
@@ -33,7 +33,7 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """A split by input channels (or features). Each device computes partial sums; the output is a pending sum."""
+    """A split by input channels (or features). Each device computes a partial sum of every output."""
 
     shares: Shares
     name: ClassVar[str] = "channel"
@@ -58,10 +58,10 @@ class Sharding:
     """Parameters and optimizer state in unequal shards, gathered for the devices that compute with them.
 
     Attributes:
-        shares: one proportion per device, by which each parameter is cut along its first axis into whole rows. A device
-            that does not compute the layer may keep a shard.
-        form: "keep": whole copies stay until they are gathered again in the next micro-batch; "free": they are gathered
-            and freed in forward and again in backward.
+        shares: one proportion per device. Each parameter is cut along its first axis in these proportions. A device that does
+            not compute the layer may hold a shard too.
+        form: "keep": whole parameters stay in memory until they are gathered again in the next micro-batch; "free": they
+            are gathered and freed in forward, and again in backward.
     """
 
     shares: Shares
@@ -73,8 +73,8 @@ class Placement:
     """The layouts of a layer's inputs, output and parameters.
 
     Attributes:
-        parameters: by key within the layer.
-        note: for the user, for example why the layer could not keep a split.
+        parameters: layouts by key within the layer.
+        note: a remark for the user, for example why the layer could not keep a split.
     """
 
     takes: tuple[Layout, ...]
@@ -84,11 +84,7 @@ class Placement:
 
 
 def check(layer: Layer, strategy: Strategy, batch: int, devices: int) -> None:
-    """Refuse a strategy that does not fit a layer.
-
-    Raises:
-        PlanError: wrong shares, a device that does not exist, or a layer that cannot be split like this.
-    """
+    """Raise PlanError if a strategy does not fit a layer: wrong shares, no such device, or no such split."""
     what = f"layer {layer.name!r}, strategy {strategy.name!r}"
     if layer.shared and isinstance(strategy, Filter | Channel):
         raise PlanError(
@@ -119,13 +115,10 @@ def check(layer: Layer, strategy: Strategy, batch: int, devices: int) -> None:
 
 
 def check_sharding(layer: Layer, strategy: Strategy | None, shares: Shares, devices: int) -> None:
-    """Refuse to shard the parameters of a layer if that would not be exact or would change nothing.
+    """Raise PlanError if a layer's parameters cannot be sharded in this way, or if that would change nothing.
 
     Args:
         strategy: the layer's own strategy, if any.
-
-    Raises:
-        PlanError: wrong shares, or a layer whose parameters cannot be sharded.
     """
     what = f"layer {layer.name!r}, in shares"
     share_rules.check(shares, sum(shares), devices, what)
@@ -133,10 +126,10 @@ def check_sharding(layer: Layer, strategy: Strategy | None, shares: Shares, devi
         raise PlanError(f"{what}: shares {shares} are all zero: give at least one device a share above 0")
     if isinstance(strategy, Filter | Channel | One):
         raise PlanError(
-            f"{what}: its strategy is {strategy.name!r}, so no device uses a copy: give it the strategy 'batch', or take it out"
+            f"{what}: its strategy is {strategy.name!r}, so no device uses a copy: give it the strategy 'batch', or remove it"
         )
     if reason := _why_whole(layer):
-        raise PlanError(f"{what}: {reason}, so every device keeps copies: take it out of in_shares")
+        raise PlanError(f"{what}: {reason}, so every device keeps copies: remove it from in_shares")
 
 
 def can_shard(layer: Layer) -> bool:
@@ -172,7 +165,7 @@ def place(graph: Graph, layer: Layer, strategy: Strategy, batch: int, devices: i
             parameters = {key: parameters[key] for key in layer.parameters}
             return Placement((Split(layer.feature_axis, shares),), Partial(active), parameters)
         case Filter(shares):
-            # A flatten is split by the channels of its input.
+            # A flatten layer is split by the channels of its input.
             counted = graph[layer.inputs[0]] if layer.kind == "flatten" else layer
             extent = layer.channels_out if layer.weighted else (*counted.shape, 0)[0]
             share_rules.check(shares, extent, devices, f"layer {layer.name!r}, strategy 'filter'")
@@ -202,7 +195,7 @@ def follow(graph: Graph, layer: Layer, leading: Layout, devices: int) -> Placeme
 
 
 def _along(graph: Graph, layer: Layer, cut: Cut, shares: Shares) -> Placement | None:
-    """Place a layer along a cut; None if the shares do not match its parts."""
+    """Place a layer that is split along a cut; None if the shares would divide one of the cut's parts."""
     entries = sum(shares) // cut.parts if cut.parts else 0
     if not entries or any(share % entries for share in shares):
         return None
@@ -225,12 +218,12 @@ def _along(graph: Graph, layer: Layer, cut: Cut, shares: Shares) -> Placement | 
 
 
 def parameter_holders(layer: Layer, gives: Layout, devices: int) -> tuple[int, ...]:
-    """Return the devices with copies of the parameters of a layer that is split by samples."""
+    """Return the devices that hold the parameters of a layer whose output is split by samples (`gives`)."""
     return tuple(range(devices)) if layer.shared or layer.kind == "parameter" else holders(gives)
 
 
 def _uniform(graph: Graph, layer: Layer, layout: Layout, devices: int) -> Placement:
-    """Place a layer that reads and gives whole samples: batch split, one device, or copies."""
+    """Place a layer whose inputs and output have the same layout of whole samples: batch split, one device, or copies."""
     everyone = everywhere(devices)
     if not layer.batched:
         return Placement((everyone,) * len(layer.inputs), everyone, dict.fromkeys(layer.parameters, everyone))
@@ -255,11 +248,11 @@ def _uniform(graph: Graph, layer: Layer, layout: Layout, devices: int) -> Placem
 _CUT_KINDS = (
     "elementwise", "pool", "flatten", "batch_norm", "conv", "conv_transpose", "linear", "join", "cat", "parts", "filters"
 )  # fmt: skip
-"""Layers of other kinds are computed by samples, on one device, or by every device from copies."""
+"""Kinds of layers that can be split along other axes than the batch."""
 
 
 def cuts(graph: Graph, layer: Layer) -> tuple[Cut, ...]:
-    """Return a layer's possible cuts, except along the batch axis, that need no move of a split input."""
+    """Return the cuts of a layer, except along the batch axis. An input that is split along the same cut needs no move."""
     axes = range(1, len(layer.shape) + 1)
     if not layer.inputs:
         return ()
@@ -290,7 +283,7 @@ def cuts(graph: Graph, layer: Layer) -> tuple[Cut, ...]:
 
 
 def _join_cut(graph: Graph, layer: Layer, axis: int) -> Cut:
-    """Return the cut of a broadcast operation along an output axis; smaller inputs are read whole."""
+    """Return the cut of a broadcasting operation along an output axis. Inputs that are broadcast along it are read whole."""
     extent, read = layer.shape[axis - 1], list[int | None]()
     for name in layer.inputs:
         shape = graph[name].batch_shape(1)

@@ -9,7 +9,7 @@ from convoy.simulate.table import Measurement, layer_times
 SHOWN_LAYERS = 12
 
 UNSTEADY = 0.5
-"""Report layers with times that vary by more than this, if they take a third of a step."""
+"""Warn if layers whose times vary by more than this fraction take a third of a step."""
 
 
 def show(measured: Measurement, console: Console) -> None:
@@ -70,7 +70,7 @@ def _layer_rows(measured: Measurement) -> dict[str, list[tuple[float, float]]]:
 
 
 def _show_layers(measured: Measurement, console: Console) -> None:
-    """Print the slowest layers; the others share a row."""
+    """Print a row for each of the slowest layers, and one row for all others."""
     devices = measured.fleet.devices
     layers = sorted(_layer_rows(measured).items(), key=lambda item: -max(s for s, _ in item[1]))
     rows = [(name, *(f"{seconds(s)} {_about(spread)}" for s, spread in cells)) for name, cells in layers[:SHOWN_LAYERS]]
@@ -91,5 +91,5 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def _about(spread: float) -> str:
-    """Format half of the spread between the fastest and the slowest repetition."""
+    """Format a spread, (slowest - fastest repetition) / median, as plus-minus percent."""
     return f"±{spread / 2:.0%}"

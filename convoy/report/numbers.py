@@ -15,7 +15,7 @@ def percent(part: float | None) -> str:
 
 
 def in_bytes(count: int) -> str:
-    """Format with a unit that leaves few digits; a dash for 0."""
+    """Format as GB, MB, kB or B; a dash for 0."""
     if not count:
         return "-"
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -25,7 +25,7 @@ def in_bytes(count: int) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Format with a unit that leaves few digits: 13.2 ms, 2.04 s, 3 min 5 s, 2 h 4 min; a dash for None."""
+    """Format as 13.2 ms, 2.04 s, 3 min 5 s or 2 h 4 min; a dash for None."""
     if value is None:
         return "–"
     if value >= 3600:
@@ -37,5 +37,5 @@ def seconds(value: float | None) -> str:
 
 
 def unit_of(value_s: float) -> tuple[str, float]:
-    """Return the unit of time that suits a value, and its seconds."""
+    """Return the unit for printing a time (s, ms or µs), and the unit's length in seconds."""
     return next(((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3)) if value_s >= size), ("µs", 1e-6))

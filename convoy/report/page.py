@@ -26,16 +26,16 @@ from convoy.simulate.interval import around
 from convoy.train.record import EpochResult, Observer
 
 MAX_ROWS = 20
-"""In a plan with more rows than this, successive layers with the same shares share a row."""
+"""If a plan has more rows than this, consecutive layers with the same shares are drawn in one row."""
 
 MIN_TEXT_PART = 0.07
-"""Narrower boxes have only a tooltip."""
+"""Minimum width of a box with text, as a fraction of its row; narrower boxes have only a tooltip."""
 
 COLOURS = 8
-"""Further devices have the same colours, hatched."""
+"""Number of device colours. Further devices reuse them, hatched."""
 
 WIDTH, HEIGHT = 1000, 400
-"""Units of the drawing."""
+"""Size of a chart, in SVG units."""
 
 MAX_POINTS = 600
 """Maximum number of drawn points of a line."""
@@ -49,7 +49,7 @@ FORMATS: Mapping[str, Callable[[float], str]] = {
 
 Point = tuple[float, float]
 Tick = tuple[float, str]
-"""Relative position and text."""
+"""Relative position on the axis (0 to 1), and text."""
 
 RELOAD_S = 5
 
@@ -76,7 +76,7 @@ UNITS = {
 }
 
 
-# --- line charts: a drawing scales to any width, its text does not, so that ticks have relative positions, 0 to 1 -------------
+# --- line charts: the drawing scales to any width but its text does not, so ticks have relative positions (0 to 1) ------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Curve:
 
     Attributes:
         look: CSS classes.
-        is_smooth: drawn twice: unsmoothed and faint, and smoothed by the slider of the page.
+        is_smooth: draw it twice: the raw values faintly, and a curve that the page's slider smooths.
     """
 
     label: str
@@ -97,10 +97,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves with axes, placed in a drawing.
+    """A chart of curves over training steps.
 
     Attributes:
-        name: part of element ids, unique on a page.
+        name: prefix of HTML element ids, unique on a page.
         span: first and last step of the horizontal axis; points outside widen it.
         shown: format of the vertical axis, one of `FORMATS`.
     """
@@ -114,7 +114,7 @@ class Chart:
 
     @cached_property
     def edges(self) -> tuple[float, float, float, float]:
-        """Values at the left, right, lower and upper edge; page.js converts positions to values with them."""
+        """Values at the left, right, lower and upper edge, with which page.js converts mouse positions to values."""
         xs, ys = ([point[axis] for curve in self.curves for point in curve.points] for axis in (0, 1))
         left, right = min(*self.span, *xs), max(*self.span, *xs)
         low, high = min(0.0, *ys) if self.from_zero else min(ys), max(ys)
@@ -134,7 +134,7 @@ class Chart:
 
     @cached_property
     def lines(self) -> list[Curve]:
-        """The curves to draw: thinned, in units of the drawing."""
+        """The curves to draw, thinned and in SVG units."""
         lines = []
         for curve in self.curves:
             few = [(WIDTH * self.x(x), HEIGHT * self.y(y)) for x, y in thinned(curve.points)]
@@ -181,7 +181,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def thinned(points: Sequence[Point]) -> Sequence[Point]:
-    """Return at most about `MAX_POINTS` points. Keep the lowest and the highest of neighbouring points, so that peaks stay."""
+    """Return about `MAX_POINTS` points at most: the lowest and the highest of each group of neighbours, so peaks stay."""
     if len(points) <= MAX_POINTS:
         return points
     size = math.ceil(2 * len(points) / MAX_POINTS)
@@ -194,11 +194,11 @@ def write_report(run: Path, output: Path | None = None, *, reload_s: int = 0) ->
 
     Args:
         run: the folder of a run, or its log.
-        output: default: report.html in the folder; for a log, a file of its name that ends in .html.
+        output: None: report.html in the folder; for a log, its name with the suffix .html.
         reload_s: seconds until a browser loads the page again; 0: never.
 
     Raises:
-        InputError: there is no log, it is not one, or the page cannot be written.
+        InputError: the log is missing or invalid, or the page cannot be written.
     """
     log = log_of(run)
     target = output or (run / "report.html" if os.path.isdir(run) else log.with_suffix(".html"))
@@ -215,8 +215,8 @@ def write_step(prediction: PredictionLine, output: Path, title: str) -> Path:
 class LivePage(Observer):
     """An observer that writes the page of a run after every epoch, so that a browser can follow the run.
 
-    Epochs are skipped while writing would take more than `MAX_WRITING` of the time. A page that cannot be written is
-    reported once; training continues.
+    Epochs are skipped while writing would take more than `MAX_WRITING` of the time. If the page cannot be written, `tell` is
+    called once with a warning, and training continues.
     """
 
     def __init__(self, run: Path, tell: Callable[[str], None] = warnings.warn) -> None:
@@ -249,7 +249,7 @@ def page_of(record: RunRecord, reload_s: int = 0) -> str:
         )  # fmt: skip
     except (IndexError, OverflowError, ValueError) as error:
         raise InputError(
-            f"the lines of {record.path} do not fit together ({error}): give the log as it was written"
+            f"the lines of {record.path} contradict each other ({error}): give the unchanged log of a run"
         ) from error
 
 
@@ -373,7 +373,7 @@ def _shares(record: RunRecord) -> Chart:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a bar: CSS classes, width (0 to 1), text, tooltip."""
+    """A box in a bar: CSS classes, width (0 to 1), text, tooltip."""
 
     look: str
     part: float
@@ -395,9 +395,9 @@ def _bar(record: RunRecord, device: int) -> list[Box]:
 
 
 def bands(layers: Sequence[LayerEntry]) -> list[list[LayerEntry]]:
-    """Group layers into rows: a layer, and the following ones with the same shares.
+    """Group layers into rows: each row has a layer and the following layers with the same shares.
 
-    Layers with arithmetic, traffic or a note get their own rows unless there would be more than `MAX_ROWS`.
+    Layers with arithmetic, traffic or a note get their own rows, unless that needs more than `MAX_ROWS`.
     """
     for joins_all in (False, True):
         result: list[list[LayerEntry]] = []

@@ -36,10 +36,10 @@ BASIS: Mapping[Basis | None, str] = {
 def show_all(
     console: Console, rows: Sequence[PlanPrediction], request: PlanRequest, counts: Sequence[tuple[int, float]] = ()
 ) -> None:
-    """Print all predicted plans, and details of the chosen one, which is the last.
+    """Print all predicted plans, then details of the last one, which is the chosen plan.
 
     Args:
-        counts: throughput by number of devices, the fastest first.
+        counts: (number of devices, samples/s) for growing sets of the fastest devices.
     """
     row, names, show = rows[-1], request.names, partial(console.print, soft_wrap=True)
     _show_predictions(console, rows, request)
@@ -101,7 +101,7 @@ def between(within: Within) -> str:
 
 
 def _show_devices(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
-    """Print each device's arithmetic, traffic and memory in a step. Idle devices handle messages and the loss."""
+    """Print each device's arithmetic, traffic and memory in a step. Devices without layers still handle messages."""
     work = work_shares(lower(row.plan, request.graph), request.graph)
     limits = request.limits
     limited = [None if limit is None else in_bytes(limit) for limit in limits.limits_bytes]
@@ -155,7 +155,7 @@ def _show_layers(console: Console, row: PlanPrediction, request: PlanRequest) ->
 def show_forecast(
     console: Console, found: Forecast, fleet: Fleet, net: str, image: tuple[int, int, int], took_s: float
 ) -> None:
-    """Print the answer, then its basis."""
+    """Print whether the fleet pays off, the predictions, and what they are based on."""
     request, show = found.request, partial(console.print, soft_wrap=True)
     batch, size, count, parts = request.batch, "x".join(map(str, image)), request.micro_batches, ""
     if count > 1:

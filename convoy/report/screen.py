@@ -38,7 +38,7 @@ def print_table(
     """Print a table.
 
     Args:
-        texts: columns of text, on the left of their cells; the others are numbers, on the right.
+        texts: names of text columns, which are left-aligned; the others hold numbers.
         total: a last row, below a line.
     """
     table = Table(title=title, title_justify="left")
@@ -59,7 +59,7 @@ class Wait:
 
     Args:
         about_s: expected seconds; None: unknown.
-        first_s: without a terminal, nothing is printed before this time.
+        first_s: seconds without output at first, if there is no terminal.
     """
 
     def __init__(self, console: Console, text: str, about_s: float | None = None, first_s: float = 0.0) -> None:
@@ -109,7 +109,7 @@ class Screen:
         """Print a row per device: kind, host, slowdown, speed with this model."""
         if len(devices) == 1 and not speeds.measured:
             ((kind, host, _),) = devices
-            self.line(f"One device, {kind} on {host}: nothing to split, and no speed to measure.")
+            self.line(f"One device, {kind} on {host}: nothing to split, so no speed is measured.")
             return
         how = "measured on the model's own layers" if speeds.measured else "given by --speeds"
         speed_name, total = "samples/s" if speeds.measured else "speed", sum(speeds.devices)
@@ -185,7 +185,7 @@ class Screen:
             yield Bar(self, progress, title, epochs, samples, seen)
 
     def usage(self, uses: Sequence[DeviceLine], history: History) -> None:
-        """Print for each device its share, and its seconds by activity. They add up to those in the title."""
+        """Print each device's share, and its seconds by activity, which add up to the total in the title."""
         train_s, wall_s = sum(epoch.train_s for epoch in history.epochs), max(use.wall_s or 0.0 for use in uses)
         rows = []
         for use in uses:
@@ -247,8 +247,8 @@ class Screen:
         times = sum(epoch.train_s for epoch in alone.epochs) / sum(epoch.train_s for epoch in together.epochs)
         if times <= 1:
             self.line(
-                "One device alone was faster here: a step has too little arithmetic for this network, or the devices share "
-                "the cores of one machine. convoy measure and convoy plan predict this before training."
+                "One device alone was faster: a step has too little arithmetic for this network, or the devices share the "
+                "cores of one machine. convoy measure and convoy plan predict this before training."
             )
             return
         same = "" if reason.startswith("INEXACT") else f", with the same losses (to {apart:.1g})"
@@ -293,7 +293,7 @@ class Bar(Observer):
 
     def on_evaluation(self, result: Evaluation) -> None:
         self.last = time.monotonic()  # evaluation does not count for samples/s
-        if not result.ends_epoch:  # otherwise the line of the epoch has it
+        if not result.ends_epoch:  # at the end of an epoch, its line shows the accuracy
             best = ", the best so far" if result.is_best else ""
             self.screen.line(f"  step {result.step}: test accuracy {result.accuracy:.2%}{best}")
 

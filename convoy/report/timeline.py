@@ -24,10 +24,10 @@ KINDS = {
 LANES: tuple[Activity, ...] = ("compute", "send", "receive")
 
 WIDTH, LANE = 1000.0, 10.0
-"""Width of a device's drawing, and height of each of its lanes."""
+"""Width of a device's drawing, and height of a lane, in SVG units."""
 
 JOINED = 1 / 1500
-"""Thin events of one kind, closer than this fraction of the step, are drawn as one."""
+"""Short events of one kind are drawn as one if the gap between them is below this fraction of the step."""
 
 
 def kind_of(activity: str, label: str) -> str:
@@ -42,7 +42,7 @@ def kind_of(activity: str, label: str) -> str:
 
 @dataclass(slots=True)
 class DrawnEvent:
-    """One event, or several consecutive ones of one kind."""
+    """A box on a timeline: one event, or `count` consecutive events of one kind."""
 
     kind: str
     start_s: float
@@ -70,7 +70,7 @@ def drawn_events(events: Sequence[EventRow], device: int, activity: str, step_s:
 
 
 def step_boxes(prediction: PredictionLine, device: int) -> list[tuple[float, float, float, str, str]]:
-    """Return x, y, width, kind and text of each event of a device, in a drawing of `WIDTH` with a lane per activity."""
+    """Return (x, y, width, kind, text) of a device's boxes, in SVG units: `WIDTH` is a step, each activity has a lane."""
     boxes = []
     step_s = prediction.one_pass.s
     for row, lane in enumerate(LANES):

@@ -1,7 +1,7 @@
 """Creates the folder of a run, with its log, settings, plan and fleet.
 
-Every training writes a log: with `--checkpoint` into that folder, so that a resumed run appends to its log; otherwise
-into a new folder in `runs`, or in the folder that CONVOY_RUNS names.
+With `--checkpoint` it is that folder, so that a resumed run appends to its log. Otherwise it is a new folder in `runs`, or in
+the folder that CONVOY_RUNS names.
 """
 
 import datetime
@@ -24,7 +24,7 @@ from convoy.simulate.table import Measurement
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The paths of a run's log. `folder` is None if the user named a log file: then only the log is written."""
+    """The paths of a run's log and folder. `folder` is None with --log FILE, which writes only the log."""
 
     log: Path
     folder: Path | None = None
@@ -36,7 +36,7 @@ class RunDirectory:
 
 
 def paths_of(directory: RunDirectory | None) -> list[str | None] | None:
-    """Return log and folder as JSON, for every device, because each may have to continue the log."""
+    """Return log and folder as JSON for all devices: any of them may have to continue the log."""
     if directory is None:
         return None
     return [str(directory.log), None if directory.folder is None else str(directory.folder)]
@@ -51,7 +51,7 @@ def check_directory(settings: Settings) -> None:
 
 
 def make_directory(settings: Settings) -> RunDirectory | None:
-    """Create the folder of a new run; return None if its settings want no log. Raises InputError if that fails."""
+    """Create the folder of a new run; None with `--log none`. Raises InputError if that fails."""
     if settings.log is not None:
         return None if settings.log == NO_LOG else RunDirectory(settings.log)
     try:
@@ -71,7 +71,7 @@ def runs_folder() -> Path:
 
 
 def new_folder(net: str) -> Path:
-    """Create a folder named for the time and the net, with a number if that name is taken. Raises OSError."""
+    """Create a folder with the time and the net as its name, and a number if that name is taken. Raises OSError."""
     time = datetime.datetime.now().strftime("%Y-%m-%d-%H.%M.%S")
     name = f"{time}-{re.sub('[^A-Za-z0-9]+', '-', net).strip('-')}"
     for number in itertools.count(1):
@@ -83,7 +83,7 @@ def new_folder(net: str) -> Path:
 
 
 def write_files(directory: RunDirectory | None, settings: Settings, plan: Plan, measured: Measurement | None) -> None:
-    """Write settings, plan and measurement into the run's folder, and to --save-run and --save-plan. May raise InputError."""
+    """Write settings, plan and measurement into the run's folder, and the files of --save-run and --save-plan."""
     folder = None if directory is None else directory.folder
     texts = {settings.save_run: to_toml(settings), settings.save_plan: plan.to_json()}
     if folder is not None:

@@ -1,6 +1,6 @@
-"""Loggers for TensorBoard, Weights & Biases, MLflow, and anything else that takes named numbers.
+"""Loggers for TensorBoard, Weights & Biases, MLflow and other tools.
 
-`Logger` is an observer that writes the numbers of a training to a `MetricSink` in a separate thread. A slow or broken sink
+`Logger` is an observer that writes the metrics of a training to a `MetricSink` in a separate thread. A slow or broken sink
 neither delays nor ends the training: it is reported once.
 """
 
@@ -19,18 +19,18 @@ from convoy.runlog.schema import SystemLine
 from convoy.train.record import EpochResult, Evaluation, Observer, StepResult
 
 MAX_ROWS = 10_000
-"""Maximum rows in the queue of a slow sink; later ones are dropped."""
+"""Maximum rows in the queue of a slow sink; further rows are dropped."""
 
 CLOSE_S = 10.0
 """Maximum wait for a sink at the end of a training."""
 
 MLFLOW_PARAMS, MLFLOW_METRICS = 100, 1000
-"""Entries that MLflow takes in one call."""
+"""Maximum numbers of parameters and of metrics in one MLflow call."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricRow:
-    """Named numbers of one step; `time_s` since 1970."""
+    """Metrics of one step by name; `time_s` is Unix time."""
 
     step: int
     time_s: float
@@ -38,7 +38,7 @@ class MetricRow:
 
 
 class MetricSink(Protocol):
-    """A destination of numbers, used in one thread. It may block and raise anything."""
+    """A destination of metrics, used by one thread. Its methods may block, and raise any exception."""
 
     def write(self, rows: Sequence[MetricRow]) -> None: ...
 
@@ -51,7 +51,7 @@ class Logger(Observer):
     Args:
         name: of the sink, for messages.
         make: creates the sink.
-        tell: called with a line of text when numbers are lost, once.
+        tell: called once with a line of text when numbers are lost.
     """
 
     def __init__(self, name: str, make: Callable[[], MetricSink], tell: Callable[[str], None] = warnings.warn) -> None:
@@ -86,14 +86,14 @@ class Logger(Observer):
         self.write(line.step, numbers)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Queue any other numbers of a step. Returns at once."""
+        """Queue further metrics of a step. Does not block."""
         if self._rows.qsize() < MAX_ROWS:
             self._rows.put(MetricRow(step, time.time(), numbers))
         else:
-            self._report(f"{self.name} is slower than the training: some of its numbers are left out")
+            self._report(f"{self.name} is slower than the training: some numbers are dropped")
 
     def close(self, *, failed: bool = False) -> None:
-        """Wait at most `CLOSE_S` until the sink has taken all rows and is closed; `failed`: the training failed."""
+        """Wait at most `CLOSE_S` until the sink has written all rows and is closed. `failed`: the training failed."""
         self._has_failed = failed
         self._rows.put(None)
         self._thread.join(CLOSE_S)
@@ -118,7 +118,7 @@ class Logger(Observer):
             sink.close(failed=self._has_failed)
         except Exception as error:  # no error of another project's package may end the training
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            self._report(f"{self.name} takes no numbers ({lines[0]}): training continues without it")
+            self._report(f"{self.name} failed ({lines[0]}): training continues without it")
 
     def _report(self, message: str) -> None:
         if not self._is_reported:

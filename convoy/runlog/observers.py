@@ -19,11 +19,11 @@ from convoy.simulate.interval import Within
 from convoy.train.record import EpochResult, Evaluation, Observer
 
 SYSTEM_EVERY_S = 5.0
-"""Seconds between two system lines; collecting one takes the devices some milliseconds."""
+"""Seconds between two system lines; gathering one takes some milliseconds."""
 
 
 class StepTimer(Observer):
-    """A timer of steps of `batch` samples, from the end of the previous step. It skips the first step after an evaluation."""
+    """A timer of steps with `batch` samples, from the end of one step to the end of the next, without evaluations."""
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
@@ -33,7 +33,7 @@ class StepTimer(Observer):
 
     @property
     def counted_s(self) -> list[float]:
-        """Seconds of the steps since the plan last changed, if there are enough of them; otherwise of all."""
+        """Seconds of the steps since the last change of plan; of all steps if there are fewer than `MIN_STEPS`."""
         late = self.seconds[self._since :]
         return late if len(late) >= MIN_STEPS else self.seconds
 
@@ -49,7 +49,7 @@ class StepTimer(Observer):
         self.last_s = now_s
 
     def restart(self) -> None:
-        """Forget earlier steps after a change of plan or shares, and skip the step of the change."""
+        """Start anew after a change of plan or shares, without the step that contains the change."""
         self._since = len(self.seconds)
         self.last_s = None
 
@@ -73,9 +73,9 @@ class StepTimer(Observer):
 
 
 class Utilization(Observer):
-    """Totals of this device's time by activity. At the end of an epoch the devices gather them, and device 0 logs them.
+    """Seconds that this device computes and exchanges per epoch. After each epoch device 0 gathers and logs all devices'.
 
-    Seconds count from the end of one step to the end of the next, without evaluation and the first step after it.
+    A step counts from the end of the previous one. The first step after an evaluation is not counted.
     """
 
     def __init__(self, group: Group, clock: Clock, log: RunLog | None = None) -> None:
@@ -92,7 +92,7 @@ class Utilization(Observer):
             self.steps += 1
             wall_s, compute_s, exchange_s = (new - old for new, old in zip(now, self.last, strict=True))
             if self.group.torch_device.type != "cpu":
-                # There an exchange also waits for kernels, which counts as computing.
+                # On accelerators an exchange also waits for kernels, which counts as computing.
                 exchange_s = max(0.0, min(exchange_s, wall_s - compute_s))
             self.sums_s = [a + b for a, b in zip(self.sums_s, (wall_s, compute_s, exchange_s), strict=True)]
         self.last = now
@@ -114,10 +114,10 @@ class Utilization(Observer):
 
 
 class Meters(Observer):
-    """Resource meters of all devices, reported about every `SYSTEM_EVERY_S` and after each epoch. Every device has one.
+    """Resource meters of all devices, gathered about every `SYSTEM_EVERY_S` and after each epoch. Every device has one.
 
-    Only device 0's step time decides after which steps to report, so that all devices agree. `report` is called with each
-    line; `done` are the steps before the run was resumed.
+    Device 0's step time decides after which steps to gather, so that all devices agree. `report` is called with each line.
+    `done`: steps before the run was resumed.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Meters(Observer):
         self.step, self.reported, self.due, self.samples = step, step, step + 1, 0
 
     def _read_use(self) -> tuple[float, float]:
-        """Return the process's mean number of used CPU cores, and its host's load, since the last call."""
+        """Return the CPU cores that the process used on average since the last call, and its host's load (0 to 1)."""
         self.last_s, self.last_sent = time.perf_counter(), tuple(self.group.sent_bytes)
         return self.process.cpu_percent() / 100, psutil.cpu_percent() / 100
 
@@ -151,7 +151,7 @@ class Meters(Observer):
     def _report(self) -> None:
         before_s, before_sent = self.last_s, self.last_sent
         own_cores, own_host = self._read_use()
-        # A counter that was reset meanwhile starts from zero.
+        # If a counter was reset since the last call, it started from zero.
         own_sent = [new - old if new >= old else new for new, old in zip(self.last_sent, before_sent, strict=True)]
         own = [
             max(self.last_s - before_s, 1e-9), own_cores, own_host, self.process.memory_info().rss,

@@ -16,17 +16,17 @@ from convoy.runlog import schema
 LOG_NAME = "log.jsonl"
 
 MIN_STEP_S = 1e-9
-"""A shorter step means that the clock was set or the log was edited."""
+"""Shorter steps are ignored: the clock was set back, or the log was edited."""
 
 MIN_STEPS = 5
-"""Steps that the current shares need before their median is reported."""
+"""Minimum number of steps with the current shares for a median of only these."""
 
 _REMEDY = "give the folder of a run, or the log that it wrote"
 
 
 @dataclass(frozen=True, slots=True)
-class InForce:
-    """The plan or shares from `step` on, and their prediction."""
+class ActivePlan:
+    """The plan or shares used from `step` on, and their prediction."""
 
     step: int
     line: schema.PlanLine | schema.ReshardLine
@@ -40,8 +40,8 @@ class RunRecord:
     Attributes:
         prediction: of the last plan that the planner chose.
         steps: sorted by number.
-        seconds: of each of `steps`; None for the first step, and for the first after an evaluation.
-        plans: in force from the first step and from each change on.
+        seconds: duration of each step; None for the first step, and for the first after an evaluation.
+        plans: the first plan, and one for each change.
         end: None while the run continues, or if it was killed.
         is_cut: the last line is incomplete.
         ids: of the devices that train at the end; empty if no device left or joined.
@@ -59,12 +59,12 @@ class RunRecord:
     epochs: list[schema.EpochLine] = field(default_factory=list)
     utilization: list[schema.UtilizationLine] = field(default_factory=list)
     system: list[schema.SystemLine] = field(default_factory=list)
-    plans: list[InForce] = field(default_factory=list)
+    plans: list[ActivePlan] = field(default_factory=list)
     end: schema.EndLine | None = None
     ids: tuple[int, ...] = ()
 
     def id_of(self, place: int) -> int:
-        """Return the id of a device by its place among those that train at the end."""
+        """Return the id of the device at this position among the devices that train at the end."""
         return self.ids[place] if place < len(self.ids) else place
 
     @property
@@ -73,7 +73,7 @@ class RunRecord:
 
     @property
     def span(self) -> tuple[int, int]:
-        """The first step in the log, and the one after the last."""
+        """The first step in the log, and the last step + 1."""
         return (self.steps[0].step, self.steps[-1].step + 1) if self.steps else (0, 1)
 
     @property
@@ -82,7 +82,7 @@ class RunRecord:
 
     @property
     def step_s(self) -> float | None:
-        """Median seconds of a full step, with the current shares if enough steps had them."""
+        """Median seconds of a step with a full batch, only of steps with the current shares if there are enough."""
         batch = max((row.samples for row in self.steps), default=0)
         start = self.plans[-1].step if self.plans else 0
         rows = zip(self.steps, self.seconds, strict=True)
@@ -104,7 +104,7 @@ class RunRecord:
 
     @property
     def joules_per_image(self) -> float | None:
-        """Measured joules of all devices per image, evaluation included; None if a device was not measured."""
+        """Measured joules of all devices per training image, including evaluation; None if a device was not measured."""
         lines = [line for line in self.system if line.joules_by and line.samples]
         if not lines or any(by.startswith(ABSENT) for line in lines for by in line.joules_by):
             return None
@@ -121,7 +121,7 @@ class RunRecord:
         return [(row.step, row.loss) for row in self.steps if row.loss is not None]
 
     def time_shares(self, device: int) -> tuple[float, float, float] | None:
-        """Return the shares of a device's time spent computing, exchanging or waiting, and on all else."""
+        """Return the fractions of a device's time for computing, for exchanging or waiting, and for everything else."""
         wall_s = sum(row.wall_s[device] for row in self.utilization)
         if wall_s <= 0:
             return None
@@ -145,7 +145,7 @@ def log_of(run: Path) -> Path:
 
 
 def newest_run(runs: Path) -> Path:
-    """Return the run in this folder with the latest change of its log. Raises InputError if there is none."""
+    """Return the run in this folder whose log changed last. Raises InputError if there is none."""
     logs = [path for path in runs.glob(f"*/{LOG_NAME}") if path.is_file()]
     if not logs:
         raise InputError(f"there is no run in {runs} yet: give the folder of a run, or its log")
@@ -161,7 +161,7 @@ def read_log(path: Path) -> RunRecord:
     try:
         with open_regular(path) as file:
             content = file.read()
-        # Incremental: a killed run may have written half a character.
+        # An incremental decoder ignores the incomplete last character of a killed run.
         *rows, rest = codecs.getincrementaldecoder("utf-8")().decode(content).split("\n")
     except UnicodeDecodeError as error:
         why = f"it is not UTF-8 text ({error.reason} at byte {error.start})"
@@ -178,7 +178,7 @@ def read_log(path: Path) -> RunRecord:
 
 
 def _parse(number: int, text: str) -> schema.Line | None:
-    """Return a line of a log; None if this version does not know its kind. Raises ValueError."""
+    """Parse a line of a log; None if this version does not know its kind. Raises ValueError."""
     try:
         raw = parse_json(text)
     except ValueError:
@@ -195,7 +195,7 @@ def _parse(number: int, text: str) -> schema.Line | None:
 
 
 def _record(record: RunRecord, lines: list[schema.Line]) -> RunRecord:
-    """Add the lines to an empty record. After a resume, or when devices leave or join, the later lines count."""
+    """Add the lines to an empty record. After a resume or regroup, repeated steps replace the earlier ones."""
     steps: dict[int, tuple[schema.StepLine, float | None]] = {}
     tests: dict[int, schema.EvaluationLine] = {}
     epochs: dict[int, schema.EpochLine] = {}
@@ -221,9 +221,9 @@ def _record(record: RunRecord, lines: list[schema.Line]) -> RunRecord:
                 record.fleet = line
             case schema.PlanLine():
                 record.plan = line
-                record.plans.append(InForce(start, line))
+                record.plans.append(ActivePlan(start, line))
             case schema.ReshardLine():
-                record.plans.append(InForce(line.step + 1, line))
+                record.plans.append(ActivePlan(line.step + 1, line))
             case schema.PredictionLine():
                 record.prediction = record.prediction if line.shares_only else line
                 if record.plans:

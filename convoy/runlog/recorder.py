@@ -1,4 +1,4 @@
-"""`convoy.record`: a training loop of your own writes the same log as `convoy train`."""
+"""`convoy.record`: lets your own training loop write the same log as `convoy train`."""
 
 import math
 import os
@@ -25,7 +25,7 @@ from convoy.train.record import EpochResult, Evaluation, LateLosses, Observer, O
 
 
 class Recorder:
-    """The log of a training, for `convoy report` and for observers, as a context. Every device creates one.
+    """A context manager that logs a training for `convoy report` and observers. Every device creates one.
 
     ::
 
@@ -39,16 +39,16 @@ class Recorder:
 
     Args:
         model, optimizer: from `convoy.prepare` or `convoy.distribute`.
-        observers: called at every step, evaluation and epoch, on the devices that passed them; see `convoy.train.Observer`.
+        observers: called at every step, evaluation and epoch, on the devices that give them; see `convoy.train.Observer`.
         settings: shown on the page of the run; `net` and `data` appear in its title.
-        folder: where device 0 writes; None: a new folder in `runs`, or in the folder that CONVOY_RUNS names.
+        folder: the folder in which device 0 writes the log; None: a new folder in `runs` or in CONVOY_RUNS.
 
     Attributes:
         folder: of the run, on device 0's host.
 
     Raises:
-        InputError: on every device, if the folder cannot be created or another run writes there.
-        DeviceLostError: a device did not take part.
+        InputError: the folder cannot be created, or another run writes there. Raised on every device.
+        DeviceLostError: a device did not create its recorder in time.
     """
 
     _log: RunLog | None = None

@@ -48,7 +48,7 @@ class DeviceEntry(_Model):
 
 
 class FleetLine(_Model):
-    """The devices in order. A device keeps its id for the whole job. Old logs have no ids, here and below."""
+    """The devices in order. A device keeps its id for the whole job; old logs have no ids."""
 
     what: Literal["fleet"] = "fleet"
     devices: tuple[DeviceEntry, ...]
@@ -87,7 +87,7 @@ class PlanEntry(_Model):
 
 
 class PlanLine(_Model):
-    """The plan of a run from its start or resume, and each device's share of the forward FLOP as `work`.
+    """The plan of a run from its start or resume; `work` is each device's fraction of the forward FLOP.
 
     `inexact`: why the loss curve differs from that of one device; empty if it does not.
     """
@@ -100,7 +100,7 @@ class PlanLine(_Model):
 
 
 class MicroBatchEntry(_Model):
-    """Predicted seconds of one micro-batch, and each device's part of them."""
+    """Predicted seconds of one micro-batch, and of each device's computing and exchanging in it."""
 
     s: Annotated[float, Field(gt=0)]
     compute_s: tuple[float, ...]
@@ -162,7 +162,7 @@ class EpochLine(_Model):
 
 
 class UtilizationLine(_Model):
-    """Each device's seconds in the timed steps of an epoch."""
+    """Each device's seconds by activity, summed over the timed steps of an epoch."""
 
     what: Literal["busy"] = "busy"
     epoch: Count
@@ -176,8 +176,8 @@ class UtilizationLine(_Model):
 class SystemLine(_Model):
     """Resources that each device's process used since the previous line, after `step` steps.
 
-    Watts and joules include evaluation; None if `joules_by` says that nothing measures them. `rejected` counts connections
-    without the job's key so far.
+    Watts and joules include evaluation, and are None if they are not measured; `joules_by` names the source or the reason.
+    `rejected` counts all connections without the job's key so far.
     """
 
     what: Literal["system"] = "system"
@@ -219,7 +219,7 @@ class ReshardLine(_Model):
 
 
 class MembersLine(_Model):
-    """The devices that train after `step` steps, because some left or joined. Later steps in the log are repeated."""
+    """The devices that train after `step` steps, after some left or joined. Earlier lines of later steps are invalid."""
 
     what: Literal["members"] = "members"
     step: Count
@@ -228,7 +228,7 @@ class MembersLine(_Model):
 
 
 class DeviceLine(_Model):
-    """Totals of one device; `wall_s`, evaluation included, is None in old logs."""
+    """Totals of one device; `wall_s` includes evaluation, and is None in old logs."""
 
     what: Literal["device"] = "device"
     device: Count

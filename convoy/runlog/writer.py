@@ -1,4 +1,4 @@
-"""Writes the log of a run line by line, so that the log of a killed run is complete up to then."""
+"""Writes the log of a run line by line, so that the log of a killed run has all lines until then."""
 
 import datetime
 import fcntl
@@ -33,7 +33,7 @@ from convoy.train.record import EpochResult, Evaluation, Observer, StepResult
 
 
 class RunLog(Observer):
-    """A JSONL file with one line per event; it observes the training.
+    """An observer that writes one JSON line per event of a training to a file.
 
     If a line cannot be written, for instance because the disk is full, the log ends and the training continues.
 
@@ -41,8 +41,8 @@ class RunLog(Observer):
         path: the file, in a folder that exists. An older file is replaced, unless the run is resumed.
         step: steps before the run was resumed.
         report: called with a line of text if the log ends early.
-        from_lost: the process that wrote this log is lost, and may be suspended with the file open: a copy replaces the
-            file. Missing folders are created.
+        from_lost: continue the log of a lost process. That process may be suspended with the file open, so a copy replaces
+            the file. Missing folders are created.
 
     Raises:
         InputError: the file cannot be written, or another run writes it.
@@ -71,7 +71,7 @@ class RunLog(Observer):
         rest = line.model_dump_json(by_alias=True).encode("utf-8", "backslashreplace") + b"\n"
         try:
             while rest and not self._has_ended:
-                rest = rest[os.write(self._file, rest) :]  # a nearly full disk takes a part of the line
+                rest = rest[os.write(self._file, rest) :]  # a nearly full disk may take only a part of the line
         except OSError as error:
             self._has_ended = True
             self.report(
@@ -79,7 +79,7 @@ class RunLog(Observer):
             )
 
     def run(self, options: Mapping[str, Any], **more: Any) -> None:
-        """Write the first line: settings, versions, date and first step; `more` are other fields of `RunLine`."""
+        """Write the first line: settings, versions, date and first step. `more`: further fields of `RunLine`."""
         self.write(
             schema.RunLine(
                 date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), convoy=__version__,

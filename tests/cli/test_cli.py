@@ -146,7 +146,7 @@ def test_command_trains_and_compares_with_one_device(tmp_path: Path) -> None:
     assert_close([together], [alone])
     (apart,) = re.findall(r"at most (\S+) apart \(rounding of float32", text)
     assert float(apart) < 1e-4
-    assert re.search(r"3 devices trained .* times as fast as the fastest|One device alone was faster here", text)
+    assert re.search(r"3 devices trained .* times as fast as the fastest|One device alone was faster", text)
     assert text.endswith(f"A page of this run: {log.with_suffix('.html')}\n")
     assert text.count("2x") == 2, "the slow-down, in the fleet and at the end"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.html", "run.jsonl"]

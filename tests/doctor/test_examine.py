@@ -125,8 +125,8 @@ def test_exchange_errors_name_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
 
     first, late, too_long = side_by_side([0, 1, 2], 3, come_late)
     assert first == {0: "y"}
-    assert "device 1 came too late" in str(late)
-    assert "device 2 came too late" in str(too_long)
+    assert "device 1 started too late" in str(late)
+    assert "device 2 started too late" in str(too_long)
     [alone] = side_by_side([1], 2, lambda exchange: exchange.gather("x", "", 0.1))
     assert "device 0, which leads the examination, did not answer" in str(alone)
     outcomes = side_by_side([0, 1, 1], 2, lambda exchange: exchange.gather("x", "", 1.0))
@@ -178,7 +178,7 @@ def test_device_that_cannot_join_the_rendezvous_says_why() -> None:
 
     port = free_port()
     assert come("127.0.0.1", port).startswith(
-        f"device 1 cannot come to the meeting point 127.0.0.1 port {port} (this machine itself): device 0 was not found"
+        f"device 1 cannot reach device 0 at 127.0.0.1 port {port} (this machine itself): device 0 was not found"
     )
     assert "'no-such-name.invalid' cannot be resolved" in come("no-such-name.invalid", 1)
     with socket.create_server(("127.0.0.1", 0)) as other:

@@ -95,7 +95,7 @@ def test_errors_come_first_then_warnings_then_notes() -> None:
 
 def test_absent_devices_are_named() -> None:
     [finding] = absent(job(missing=(2,)), "10.0.0.1 port 29500", 30.0)
-    assert finding.what == "1 of 3 devices did not come within 30 s: device 2"
+    assert finding.what == "1 of 3 devices did not connect within 30 s: device 2"
     assert "cannot reach 10.0.0.1 port 29500" in finding.cure
     [finding] = absent(job(missing=(2,), file=described()), "10.0.0.1 port 29500", 30.0)
     assert finding.about == ("device 2 (c-cpu)",)
@@ -106,13 +106,13 @@ def test_loopback_master_address_explains_absent_devices() -> None:
     """With MASTER_ADDR=lab1 and Debian's 127.0.1.1 entry, device 0 listens where no other device can connect."""
     found = job(facts(0, 2, info={"address": "127.0.1.1"}), devices=2, missing=(1,))
     [finding] = absent(found, "lab1 port 29500", 30.0)
-    assert "lab1 port 29500 leads to 127.0.1.1 on device 0's machine, to itself only" in finding.cure
+    assert "device 0's machine resolves lab1 port 29500 to 127.0.1.1, which only it can reach" in finding.cure
 
 
 def test_a_silent_device_is_named() -> None:
     found = job()
     finding = only(replace(found, paces={0: Pace(100.0), 2: Pace(100.0)}))
-    assert finding.what == "device 1 (b-cpu0): it came, then fell silent while it was examined"
+    assert finding.what == "device 1 (b-cpu0): it stopped answering during the examination"
 
 
 @pytest.mark.parametrize(
@@ -177,9 +177,9 @@ def test_unreachable_host_is_one_finding() -> None:
 def test_a_slow_host_is_one_finding() -> None:
     finding = only(job(rates={pair: 11.8e6 for pair in permutations(range(3), 2) if 1 in pair}))
     assert finding.what == (
-        "b sends and receives slowly, on all its links: at most 11.8 MB/s of the 118 MB/s that others carry"
+        "b sends and receives slowly on all its links: at most 11.8 MB/s of the 118 MB/s of the other links"
     )
-    assert finding.cure.startswith("This is what 100 Mbit/s carry: a bad cable")
+    assert finding.cure.startswith("This is the rate of 100 Mbit/s Ethernet: a bad cable")
 
 
 def test_a_slow_link_is_compared_with_the_fleet_file() -> None:
@@ -215,8 +215,8 @@ def gpu(**changed: Any) -> Examination:
         (alone(shm_bytes=(60 << 20, 1 << 30)), "warning", "a: /dev/shm has 60 MiB free of 1,024 MiB", "--shm-size=2g"),
         (alone(open_files=256), "warning", "a: a process may open 256 files", "ulimit -n 4096"),
         (alone(open_files=24), "error", "a: a process may open 24 files", "ulimit -n 4096"),
-        (alone(cores=2.0, own=replace(facts(0).own, cores=16)), "warning", "threads: 16, cores for them: 2", "=2 there"),
-        (alone(cores=16.0, own=replace(facts(0).own, cores=1)), "warning", "threads: 1, cores for them: 16", "=16 there"),
+        (alone(cores=2.0, own=replace(facts(0).own, cores=16)), "warning", "16 threads for 2 cores", "=2 there"),
+        (alone(cores=16.0, own=replace(facts(0).own, cores=1)), "warning", "1 threads for 16 cores", "=16 there"),
     ],
 )  # fmt: skip
 def test_machine_limits_are_findings_with_a_remedy(found: Examination, severity: str, what: str, cure: str) -> None:
@@ -253,7 +253,7 @@ def test_facts_travel_as_json() -> None:
     context = Context(described(), (Finding("error", "b", "c", ("a",)),))
     assert from_text(CONTEXT, CONTEXT.dump_json(context).decode(), "--case") == context
     for text in ("", "no JSON", '{"device": "first"}', "[" * 10_000):
-        with pytest.raises(MismatchError, match="device 3 answered what this convoy doctor cannot read"):
+        with pytest.raises(MismatchError, match="device 3 sent an answer that this convoy doctor cannot read"):
             from_text(FACTS, text, "device 3")
 
 
@@ -267,6 +267,6 @@ def test_the_report_fits_the_terminal(width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     for words in ("10.0.0.3", "i7-10700K", "a to b: no answer", "c to a: 5 MB/s, 0.1 ms one way", "torch 2.13"):
         assert words in text
-    assert "\n    A firewall rejects or drops it" in text
+    assert "\n    A firewall blocks the connection" in text
     assert "Not ready to train: 1 error. Examined in 2.3 s." in text
     assert text.splitlines()[-1] == "Ready to train: 1 warning. Examined in 2.3 s."

@@ -73,8 +73,8 @@ def test_blocked_routes_and_absent_hosts_are_named() -> None:
     assert "error: b does not reach c: 10.77.0.3 port" in text
     assert "ip route get 10.77.0.3" in text
     assert "error: c does not reach b: 10.77.0.2 port" in text, "b cannot answer"
-    assert "error: 1 of 4 devices did not come within 3 s: device 3" in text
-    assert stranded.startswith(f"error: device 3 cannot come to the meeting point 10.77.0.1 port {PORT}")
+    assert "error: 1 of 4 devices did not connect within 3 s: device 3" in text
+    assert stranded.startswith(f"error: device 3 cannot reach device 0 at 10.77.0.1 port {PORT}")
     assert "No route to host" in stranded
 
 

@@ -216,7 +216,7 @@ def with_layer(name: str, strategy: Strategy) -> Plan:
 UNFIT = [
     # plan, what the message says: the place and the value, the rule, the remedy
     (replace(PLAN, model="0123"), "'by hand' was made for another model (fingerprint 0123", "make a plan for this"),
-    (replace(PLAN, batch=0), "'by hand' has a batch of 0", "one sample at least; set 1 or more"),
+    (replace(PLAN, batch=0), "'by hand' has a batch of 0", "at least one sample; set 1 or more"),
     (replace(PLAN, reduce="tree"), "unknown reduce 'tree'", "choose one of ring, butterfly, direct, star"),
     (replace(PLAN, wire="fp8"), "unknown wire format 'fp8'", "choose one of exact, inexact-bf16"),
     (replace(PLAN, otherwise=Batch((6, 7, -1))), "(6, 7, -1) include a negative one", "a share is zero (idle) or more"),

@@ -426,7 +426,7 @@ def test_lines_of_different_numbers_of_devices_are_refused(tmp_path: Path) -> No
     rows[1]["devices"].pop()
     next(row for row in changed if row["what"] == "system")["ids"].append(7)
     for wrong in (rows, changed):
-        with pytest.raises(InputError, match="do not fit together"):
+        with pytest.raises(InputError, match="contradict each other"):
             page_of(read_log(write(tmp_path / "log", wrong)))
 
 
