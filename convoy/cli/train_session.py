@@ -65,7 +65,11 @@ def train_job(job: Job) -> FinishedTraining:
         model, plans[0], group, example, slowdown=slowdown, precision=settings.precision, compile=settings.compile
     )
     expect_measured(part, plans.request.fleet.measured)
-    devices = _devices(job)
+    own = [str(job.group.torch_device), os.uname().nodename, torch.get_num_threads()]
+    rows = zip(gather(job.group, "fleet", own), job.run.settings.slowdowns, strict=True)
+    devices = [
+        (f"{device} ({threads} thread{'s' * (threads > 1)})", host, times) for (device, host, threads), times in rows
+    ]
     screen.fleet(devices, plans.speeds)
     train, test = build_loaders(settings, splits, part)
     training = build_training(settings, part, train)
@@ -126,15 +130,6 @@ def _make_plans(job: Job, model: nn.Module, example: Tensor, slowdown: float) ->
     if settings.rebalances and len(plans) > 1:
         screen.line(f"{len(plans)} plans are predicted to take nearly as long: training tries each for some steps.")
     return plans
-
-
-def _devices(job: Job) -> list[tuple[str, str, float]]:
-    """Return kind, host and slowdown of each device."""
-    own = [str(job.group.torch_device), os.uname().nodename, torch.get_num_threads()]
-    rows = zip(gather(job.group, "fleet", own), job.run.settings.slowdowns, strict=True)
-    return [
-        (f"{device} ({threads} thread{'s' * (threads > 1)})", host, times) for (device, host, threads), times in rows
-    ]
 
 
 def _checkpointer(job: Job, training: Training) -> Checkpointer | None:

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
@@ -202,7 +203,10 @@ class HealthServer:
                 if connection is not None:
                     connection.close()
                 if isinstance(error, TimeoutError):
-                    return NoAnswer.FROZEN if _connects(address) else NoAnswer.UNREACHABLE
+                    with suppress(OSError):  # the kernel accepts connections even for a frozen process
+                        socket.create_connection(address, timeout=0.2).close()
+                        return NoAnswer.FROZEN
+                    return NoAnswer.UNREACHABLE
                 if isinstance(error, ConnectionRefusedError):
                     return NoAnswer.DEAD
                 if isinstance(error, OSError) and not isinstance(error, ConnectionError):
@@ -250,12 +254,3 @@ class HealthServer:
             self._reports[report.device] = report
             self._reported.notify_all()
         return {}
-
-
-def _connects(address: tuple[str, int]) -> bool:
-    """Return whether the kernel at an address accepts connections; it does so even for a frozen process."""
-    try:
-        socket.create_connection(address, timeout=0.2).close()
-    except OSError:
-        return False
-    return True

@@ -86,7 +86,10 @@ class Agent:
             except Signalled as interrupted:
                 if interrupted.after_step:  # the machine may be shutting down, with the connection already closed
                     with suppress(Signalled):
-                        devices.end_after_step(len(devices.running), self._ends_now)
+                        devices.end_after_step(
+                            len(devices.running),
+                            lambda: any(each and not each.get("after_step") for each in self._orders),
+                        )
                 return interrupted.status
         return 0
 
@@ -134,9 +137,6 @@ class Agent:
         """Return the next order; None at the end of input, after a long silence, or when `over` is true."""
         devices.listen(lambda: self._orders or over() or time.monotonic() > self._received_s + SILENCE_S)
         return self._orders.popleft() if self._orders else None
-
-    def _ends_now(self) -> bool:
-        return any(each and not each.get("after_step") for each in self._orders)
 
     def _take_line(self, line: bytes) -> None:
         self._received_s = time.monotonic()

@@ -146,19 +146,15 @@ def script_on_fleet(
         name = f"convoy-{secrets.token_hex(3)}"  # unique in the cluster
         print(jobset(jobs, Command(argv, port, further=further), name, image), end="")
     else:
-        address, command = _meeting_address(jobs), Command(argv, port, sys.executable, os.getcwd(), further)
+        first, *others = (str(job.host.address) for job in jobs)
+        address = "127.0.0.1"
+        if others:  # the address of device 0's host, as far as this machine knows it
+            address = route_to(others[0], 9) if is_own(first) else str(resolve(first, 9, socket.SOCK_STREAM)[0][1][0])
+        command = Command(argv, port, sys.executable, os.getcwd(), further)
         for job in jobs:
             line = line_to_paste(job, command, len(fleet.devices), address)
             print(f"# on host {job.host.name} ({job.host.address})\n{line}")
     return 0
-
-
-def _meeting_address(jobs: Sequence[HostJob]) -> str:
-    """Return the address of device 0's host, as far as this machine knows it."""
-    first, *others = (str(job.host.address) for job in jobs)
-    if not others:
-        return "127.0.0.1"
-    return route_to(others[0], 9) if is_own(first) else str(resolve(first, 9, socket.SOCK_STREAM)[0][1][0])
 
 
 # ------------------------------------------------------------------------------------------- the job on its hosts
@@ -379,7 +375,15 @@ class _Hosts:
     def _take(self, session: _Session, message: Message | None) -> None:
         failed = False
         if message is None or message["convoy"] == "refused":
-            failed = self._lose_host(session, session.problem if message is None else str(message["text"]))
+            why = session.problem if message is None else str(message["text"])
+            # All devices of the host are lost with it.
+            left = self.running.intersection(session.job.ranks)
+            self.running -= left
+            if left and self.lost is None and self._deadline_s == math.inf:
+                rank = min(left)
+                title = f"device {rank} ({session.job.title(rank)})"
+                self.lost = DeviceLostError(rank, f"{title} was lost with its host: {why}")
+            failed = bool(left) and not self._goes_on
         elif message["convoy"] == "text":
             stream = sys.stdout if message["stream"] == "stdout" else sys.stderr
             stream.write(message["text"])
@@ -391,16 +395,6 @@ class _Hosts:
             failed = ending.in_startup or (ending.status != 0 and not self._goes_on)
         if failed and self._deadline_s == math.inf:
             self.end()
-
-    def _lose_host(self, session: _Session, why: str) -> bool:
-        """Record the devices that were lost with a host. Return whether the others must end."""
-        left = self.running.intersection(session.job.ranks)
-        self.running -= left
-        if left and self.lost is None and self._deadline_s == math.inf:
-            rank = min(left)
-            title = f"device {rank} ({session.job.title(rank)})"
-            self.lost = DeviceLostError(rank, f"{title} was lost with its host: {why}")
-        return bool(left) and not self._goes_on
 
     def _next(self, deadline_s: float) -> tuple[_Session, Message | None] | None:
         """Return the next message of any host, or None at the deadline. Send heartbeats while waiting."""

@@ -16,7 +16,7 @@ from typing import Any
 from convoy.comm.environment import LISTENER, listen_at
 from convoy.comm.job_key import key_to_start
 from convoy.errors import ConvoyError, InputError
-from convoy.launch.exit_status import Ending, conclude
+from convoy.launch.exit_status import conclude
 from convoy.launch.host_job import CONVOY_COMMAND, DEFAULTS, JobOptions, device_environments, log_of
 from convoy.launch.supervisor import Interrupts, Output, Signalled, Start, Supervisor, decoded, to_stdout
 from convoy.machine.launch_env import hidden
@@ -86,8 +86,13 @@ def launch_local(
             else:
                 listener.close()
             processes.listen(lambda: processes.over(options.goes_on, options.silence_s))
-            if script and len(devices) > 1:
-                _warn_if_none_joined(processes.endings, store)
+            failed = any(ending.status for ending in processes.endings)
+            if script and len(devices) > 1 and not failed and not store.num_keys():
+                print(
+                    f"note: the script joined no job, so each of the {len(devices)} processes ran all of it by itself: call "
+                    "convoy.prepare (or convoy.join) in it",
+                    file=sys.stderr,
+                )
             # A killed device is the cause: errors of the others would add nothing.
             killed = any(ending.status < 0 for ending in processes.endings)
             processes.end(min(KILLED_GRACE_S, options.grace_s) if killed else options.grace_s)
@@ -104,15 +109,6 @@ def launch_local(
         finally:
             del store  # closes the store even if an exception keeps this frame
     return conclude(processes.endings, goes_on=options.goes_on)
-
-
-def _warn_if_none_joined(endings: Sequence[Ending], store: Any) -> None:
-    if not any(ending.status for ending in endings) and not store.num_keys():
-        print(
-            f"note: the script joined no job, so each of the {len(endings)} processes ran all of it by itself: call "
-            "convoy.prepare (or convoy.join) in it",
-            file=sys.stderr,
-        )
 
 
 def notebook(source: str, options: str = "") -> None:

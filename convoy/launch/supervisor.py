@@ -232,7 +232,12 @@ class Supervisor:
         outputs = [start.stdout, start.stderr]
         with ExitStack() as opened:
             if start.log is not None:
-                outputs = [opened.enter_context(_new_log(start.log)).fileno()] * 2
+                try:
+                    start.log.parent.mkdir(parents=True, exist_ok=True)
+                    outputs = [opened.enter_context(start.log.open("wb")).fileno()] * 2
+                except OSError as error:
+                    why = f"cannot write {start.log}: {error.strerror}"
+                    raise InputError(f"{why}; give another folder for the logs, or none") from None
             if start.key is not None:
                 key_pipe = hand_over(start.key.pem)
                 opened.callback(os.close, key_pipe)
@@ -321,7 +326,10 @@ class Supervisor:
         With `goes_on`, kill devices that are stopped (SIGSTOP, a debugger) for `silence_s`.
         """
         for process in self.running if goes_on else ():
-            process.stopped_since_s = (process.stopped_since_s or time.monotonic()) if _is_stopped(process) else None
+            stopped = False
+            with suppress(psutil.Error):
+                stopped = psutil.Process(process.popen.pid).status() == psutil.STATUS_STOPPED
+            process.stopped_since_s = (process.stopped_since_s or time.monotonic()) if stopped else None
             if process.stopped_since_s is not None and time.monotonic() > process.stopped_since_s + silence_s:
                 process.popen.kill()
         failed = any(ending.in_startup or (ending.status != 0 and not goes_on) for ending in self.endings)
@@ -355,20 +363,6 @@ class Supervisor:
             del process.pipes[pipe]
             self._selector.unregister(pipe)
         return bool(chunk)
-
-
-def _new_log(path: Path) -> IO[bytes]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("wb")
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}; give another folder for the logs, or none") from None
-
-
-def _is_stopped(process: Process) -> bool:
-    with suppress(psutil.Error):
-        return bool(psutil.Process(process.popen.pid).status() == psutil.STATUS_STOPPED)
-    return False
 
 
 def _members(*processes: Process) -> list[tuple[int, ...]]:

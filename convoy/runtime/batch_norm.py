@@ -136,7 +136,7 @@ class GlobalBatchNorm:
             # (g - mean g - x' mean(g x')) * scale with x' = (x - mean) / deviation: linear in g and in x.
             scale = by.inverse_deviation if weight is None else by.inverse_deviation * weight
             shift, slope = (rows.sum(0) / -by.count).view(2, self.channels).mul_(scale).unbind(0)
-            gx = self._affine(x, by, slope, shift).addcmul_(g, _per_channel(scale, x))
+            gx = self._affine(x, by, slope, shift).addcmul_(g, scale.view(1, -1, *[1] * (x.dim() - 2)))
         trained = [each is not None and each.requires_grad for each in (weight, bias)]
         return [gx], named(weight=gw if trained[0] else None, bias=gb if trained[1] else None)
 
@@ -166,7 +166,3 @@ class Normalisation:
     inverse_deviation: Tensor
     count: int
     counts: Tensor | None = None
-
-
-def _per_channel(v_C: Tensor, x: Tensor) -> Tensor:
-    return v_C.view(1, -1, *[1] * (x.dim() - 2))

@@ -73,8 +73,10 @@ def read_inputs(
     )
     from_loader = batch is None and not any(wholes)
     if batch is None:
-        known = [len(x) for x, w in zip(tensors, wholes, strict=True) if w and x.dim()] or _marked_sizes(tensors)
-        known = known or [*announced]
+        known = [len(x) for x, w in zip(tensors, wholes, strict=True) if w and x.dim()]
+        if not known:
+            marks = [(x, getattr(x.untyped_storage(), _BATCH, (0, -1))) for x in tensors if x.dim()]
+            known = [samples for x, (samples, rows) in marks if rows == x.shape[0]] or [*announced]
         if not known:
             raise InputError(
                 "the size of the global batch is not known: use convoy.loader, or the loader that convoy.prepare returned, or "
@@ -87,11 +89,6 @@ def read_inputs(
             "none" if not x.requires_grad else "whole" if w else "part" for x, w in zip(tensors, wholes, strict=True)
         )
     return StepInputs(tensors, wholes, batch, from_loader, wanted)
-
-
-def _marked_sizes(tensors: Sequence[Tensor]) -> list[int]:
-    marks = [(x, getattr(x.untyped_storage(), _BATCH, (0, -1))) for x in tensors if x.dim()]
-    return [batch for x, (batch, rows) in marks if rows == x.shape[0]]
 
 
 def local_inputs(inputs: StepInputs, steps: StepList, graph: Graph, group: Group) -> list[Tensor]:

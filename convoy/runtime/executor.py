@@ -165,7 +165,11 @@ class Executor:
                     if number >= ready:
                         inputs = [own[name] for name in op.reads]
                         with torch.set_grad_enabled(keep and self.traced.graph[op.layer].differentiable):
-                            own[op.writes[0]] = self._call(op, inputs, whole=op.layer in bound.whole)
+                            if op.layer in bound.whole:
+                                own[op.writes[0]] = self.calls[op.layer](inputs, op.size.samples)
+                            else:  # a sharded layer's module cannot be called itself
+                                run = self.arithmetic[op.layer]
+                                own[op.writes[0]] = run.forward(inputs, op.size.samples, False, op.wants)[0]
                         del inputs
                     for name in drops:
                         own.pop(name, None)  # values inside a compiled region are not in the dict
@@ -173,12 +177,6 @@ class Executor:
         buffers.update(zip(fused.writes, map(kernels.detached, made), strict=True))
         if keep:
             tape.fused[fused.number] = (begin, tuple(map(kernels.edge_of, made)))
-
-    def _call(self, op: ops.Compute, inputs: Sequence[Any], *, whole: bool) -> Any:
-        """Return a layer's output with its autograd graph. A sharded layer's module cannot be called itself."""
-        if whole:
-            return self.calls[op.layer](inputs, op.size.samples)
-        return self.arithmetic[op.layer].forward(inputs, op.size.samples, False, op.wants)[0]
 
     def _expected_s(self, fused: ops.Fused, program: Program) -> dict[str, float]:
         key = (fused.number, fused.phase)

@@ -137,15 +137,13 @@ class Sums:
         self._ready[step] = flat
         while self._order and self._order[0] in self._ready:
             turn = self._order.pop(0)
-            self._start(turn, self._ready.pop(turn))
-
-    def _start(self, step: int, flat: Tensor) -> None:
-        if self.group.lanes == 1:
-            self._run(step, flat)
-            return
-        self._done[step] = threading.Event()
-        begins = None if flat.device.type == "cpu" else queued(flat.device)
-        self._worker.add(partial(self._in_thread, step, flat, begins))
+            flat = self._ready.pop(turn)
+            if self.group.lanes == 1:
+                self._run(turn, flat)
+                continue
+            self._done[turn] = threading.Event()
+            begins = None if flat.device.type == "cpu" else queued(flat.device)
+            self._worker.add(partial(self._in_thread, turn, flat, begins))
 
     def _run(self, step: int, flat: Tensor) -> None:
         one = self._sums[step]
@@ -160,19 +158,15 @@ class Sums:
                 if begins is None:
                     self._run(step, flat)
                 else:
-                    self._run_on_stream(step, flat, begins)
+                    stream = self._worker.stream(flat.device)
+                    begins.wait(stream)
+                    flat.record_stream(stream)
+                    with stream:
+                        self._run(step, flat)
+                        self._ends[step] = queued(flat.device)
         except BaseException as error:
             self._error = self._error or error
         self._done[step].set()
-
-    def _run_on_stream(self, step: int, flat: Tensor, begins: torch.Event) -> None:
-        """Run a sum on the thread's stream, so that it does not wait for work that backward queues meanwhile."""
-        stream = self._worker.stream(flat.device)
-        begins.wait(stream)
-        flat.record_stream(stream)
-        with stream:
-            self._run(step, flat)
-            self._ends[step] = queued(flat.device)
 
     def wait(self, step: int) -> None:
         """Wait for one sum. On an accelerator the current stream waits for it, the host only for its messages."""

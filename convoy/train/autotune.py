@@ -80,7 +80,11 @@ def observe(state: Autotune, step_s: float) -> tuple[Autotune, Decision]:
     entries = list(state.entries)
     own = entries[state.running]
     entries[state.running] = replace(own, seen_s=own.seen_s + state.round_s)
-    rounds = _rounds_left(entries, state.rounds)
+    best_s = min(entry.step_s for entry in entries if entry.seen_s)
+    kept = [not entry.seen_s or entry.step_s <= best_s * (1 + FAR_BEHIND) for entry in entries]
+    left = tuple(plan for plan in state.rounds if kept[plan])
+    # A single plan needs no second round.
+    rounds = left if any(not entries[plan].seen_s for plan in left) or sum(kept) > 1 else ()
     if not rounds:
         return _ended(replace(state, entries=tuple(entries), rounds=(), round_s=()))
     after = replace(state, entries=tuple(entries), running=rounds[0], rounds=rounds[1:], round_s=(), skips=0)
@@ -97,14 +101,6 @@ _CONTINUES = "continues"
 def is_end(decision: Decision) -> bool:
     """Return whether this is the decision that ends autotuning."""
     return decision.reason.endswith(_CONTINUES)
-
-
-def _rounds_left(entries: Sequence[PlanTrial], rounds: tuple[int, ...]) -> tuple[int, ...]:
-    best_s = min(entry.step_s for entry in entries if entry.seen_s)
-    kept = [not entry.seen_s or entry.step_s <= best_s * (1 + FAR_BEHIND) for entry in entries]
-    left = tuple(plan for plan in rounds if kept[plan])
-    # A single plan needs no second round.
-    return left if any(not entries[plan].seen_s for plan in left) or sum(kept) > 1 else ()
 
 
 def _ended(state: Autotune) -> tuple[Autotune, Decision]:
