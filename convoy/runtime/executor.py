@@ -214,7 +214,7 @@ class Executor:
         with self.clock.compute(op.layer, "forward"):
             if op.part == "statistics":
                 x = buffers[op.reads[0]] if op.reads else None
-                buffers[op.writes[0]] = norm.no_sums(self.group.torch_device) if x is None else norm.local_statistics(x)
+                buffers[op.writes[0]] = norm.no_row(self.group.torch_device) if x is None else norm.local_statistics(x)
                 return
             members, value = tape.program.statistics[op.layer]
             assert isinstance(value.layout, Split)
@@ -315,7 +315,7 @@ class Executor:
         with self.clock.compute(op.layer, "backward"):
             g = buffers[op.reads[0]] if op.reads else None
             row = (
-                norm.no_sums(self.group.torch_device) if g is None else norm.local_sums(tape.saved.get(op.layer), g, by)
+                norm.no_row(self.group.torch_device) if g is None else norm.local_sums(tape.saved.get(op.layer), g, by)
             )
         buffers[op.writes[0]] = row
 
