@@ -400,7 +400,7 @@ def by_arithmetic(layer: Layer, _phase: Phase, size: ops.LocalSize) -> float:
 # --- programs of a plan -------------------------------------------------------------------------------------------------
 
 CHECKED_DEVICES = 16
-"""Largest fleet whose programs are checked against each other before the first step: more would take seconds."""
+"""Largest number of devices whose programs are checked against each other before the first step. More would take seconds."""
 
 StateDevices = dict[str, set[int]]
 """For each layer that changes its own state, the devices that have run it."""

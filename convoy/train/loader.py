@@ -84,10 +84,6 @@ class Loader:
         self.epoch, self.start = 0, 0
         self._position: tuple[int, int] | None = None  # epoch, and batches returned
         self._agreed = False  # with the other devices, on an epoch
-        self._check_data()
-
-    def _check_data(self) -> None:
-        """Raise InputError if samples draw from a generator that this loader does not seed."""
         if own := generators_in(self.dataset):
             raise InputError(
                 f"the data set has a random generator of its own (a {type(own[0]).__name__}), whose numbers would depend on "
