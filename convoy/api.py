@@ -94,7 +94,9 @@ def prepare(
     if group is None:
         group = _group = _group if _group is not None and _group.failure is None else join()
     example = first_samples(source)
-    state = _state_of(optimizer)
+    state = "adam"
+    if optimizer is None or isinstance(optimizer, torch.optim.SGD):
+        state = "sgd-momentum" if optimizer is None or optimizer.defaults.get("momentum", 0) else "sgd"
     made = make_plans(model, example, batch_size_of(source), group, plan, optimizer=state, **options)[0]
     names: dict[Tensor, str] = {parameter: name for name, parameter in unwrapped(model).named_parameters()}
     before = {} if optimizer is None else state_rows(optimizer, names)
@@ -113,14 +115,6 @@ def _print_unsplit(part: Distributed) -> None:
     layouts = {name: placement.gives for name, placement in placements(part.plan, graph).items()}
     if part.group.devices > 1 and part.group.device == 0 and (text := graph.unsplit(layouts)):
         builtins.print(text, file=sys.stderr, flush=True)
-
-
-def _state_of(optimizer: Optimizer | None) -> str:
-    if optimizer is None:
-        return "sgd-momentum"
-    if isinstance(optimizer, torch.optim.SGD):
-        return "sgd-momentum" if optimizer.defaults.get("momentum", 0) else "sgd"
-    return "adam"
 
 
 def is_first() -> bool:

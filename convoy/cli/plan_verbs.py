@@ -18,7 +18,6 @@ from convoy.layout.comm_dtype import parse_comm_dtype
 
 if TYPE_CHECKING:  # these import torch
     from convoy.planner.knowledge import FleetKnowledge
-    from convoy.planner.prediction import PlanPrediction
     from convoy.planner.request import PlanRequest
     from convoy.report.screen import Wait
 
@@ -123,24 +122,21 @@ def plan(
     console = Screen(visible=True).console  # as wide as its tables where there is no terminal
     show_all(console, rows, request, counts)
     if trace is not None:
+        from convoy.report.page import write_step
+        from convoy.report.timeline import write_chrome_trace
+        from convoy.runlog.writer import prediction_line
+
+        trace.mkdir(parents=True, exist_ok=True)
         for row in rows:
-            _write_trace(trace, row, request, f"{net}, plan {row.plan.name}, batch {row.plan.batch}")
+            name, title = row.plan.name, f"{net}, plan {row.plan.name}, batch {row.plan.batch}"
+            print(f"wrote {write_chrome_trace(row.timeline, trace / f'{name}.json', request.names)}")
+            print(f"wrote {write_step(prediction_line(row, request), trace / f'{name}.html', title)}")
     if output is not None:
         write_whole(output, rows[-1].plan.to_json())
         several = f" --accumulate {accumulate}" if accumulate > 1 else ""
         console.print(
             f"Written to {output}: convoy train --plan {output} --batch {batch}{several} --devices {len(request.names)} ..."
         )
-
-
-def _write_trace(folder: Path, row: "PlanPrediction", request: "PlanRequest", title: str) -> None:
-    from convoy.report.page import write_step
-    from convoy.report.timeline import write_chrome_trace
-    from convoy.runlog.writer import prediction_line
-
-    folder.mkdir(parents=True, exist_ok=True)
-    print(f"wrote {write_chrome_trace(row.timeline, folder / f'{row.plan.name}.json', request.names)}")
-    print(f"wrote {write_step(prediction_line(row, request), folder / f'{row.plan.name}.html', title)}")
 
 
 @app.command()

@@ -123,7 +123,7 @@ def find_failed(
 
 
 def left_because(device: int, error: BaseException) -> Verdict:
-    """Return the verdict on a device that leaves because of its own error."""
+    """Return the verdict for a device that leaves because of an error in its own program."""
     return Verdict(device, f"left because of its own error: {type(error).__name__}: {error}"[:4000])
 
 

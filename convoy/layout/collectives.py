@@ -34,7 +34,7 @@ Reduce = Literal["ring", "butterfly", "direct", "star"]
 SUMS: tuple[str, ...] = get_args(Reduce)
 
 ONE_ROUND_ENTRIES = 16384
-"""Limit of entries that one device sends or receives, up to which `direct` sends every summand to every reader in one round.
+"""Most entries that a device may send or receive for `direct` to send all partial sums to all readers in one round.
 64 KiB of float32 take half a millisecond at 1 Gbit/s, less than the latency of a second round."""
 
 
@@ -103,7 +103,7 @@ def schedule(src: Layout, dst: Layout, shape: Shape, reduce: Reduce = "ring") ->
 
 
 def is_collective(src: Partial, dst: Replicated, n: int, reduce: Reduce) -> bool:
-    """Return whether a sum of `n` entries runs in several dependent rounds; else every summand is sent to every reader."""
+    """Return whether a sum of `n` entries takes several rounds. Else every device sends its partial sum to all readers."""
     senders, readers = set(src.devices), set(dst.devices)
     peers = max(len(readers) - (senders <= readers), len(senders) - (readers <= senders))
     return len(src.devices) > 1 and (reduce != "direct" or n * peers > ONE_ROUND_ENTRIES)
@@ -154,7 +154,7 @@ def traffic(plan: Schedule, itemsize: int) -> Counter[tuple[int, int]]:
 
 @lru_cache(maxsize=1024)
 def sum_into_shares(devices: tuple[int, ...], shares: Shares) -> Schedule:
-    """Reduce-scatter in one round: all of `devices` send their summands; device d gets the sum of its `shares[d]` entries."""
+    """Reduce-scatter in one round: device d gets the sum of its `shares[d]` entries over `devices`."""
     kept = list(enumerate(ranges(shares)))
     moved = _round(((i, owner, span) for owner, span in kept for i in devices if i != owner), adds=True)
     return Schedule((moved,), (sum(shares),), in_place=True)
@@ -197,7 +197,7 @@ def _direct(src: Layout, dst: Layout, shape: Shape) -> Iterable[Transfer]:
 
 
 def _onto_sum(src: Layout, dst: Partial, shape: Shape) -> Iterable[Transfer]:
-    """Add every entry to exactly one device's summand. Summands start as zeros."""
+    """Add every entry to exactly one device's partial sum. Partial sums start as zeros."""
     match src:
         case Replicated(devices):
             common = [d for d in devices if d in dst.devices]
@@ -237,13 +237,13 @@ def _ring(devices: tuple[int, ...], n: int) -> list[Round]:
 def _butterfly(devices: tuple[int, ...], n: int) -> list[Round]:
     """Recursive halving, then doubling (Rabenseifner). Cost for p a power of two: 2 log2(p) latencies, 2 n (p-1)/p entries.
 
-    Otherwise the devices beyond the largest power of two first send their summand to a neighbour, and at the end receive the
+    Otherwise the devices beyond the largest power of two first send their tensor to a neighbour, and at the end receive the
     sum from it: two more rounds and 2 n more entries.
     """
     p = len(devices)
     core = 1 << (p.bit_length() - 1)
     extra = p - core
-    # Of the first 2*extra devices, each odd one sends its summand to the even one before it.
+    # Of the first 2*extra devices, each odd one sends its tensor to the even one before it.
     inner = [devices[2 * i] for i in range(extra)] + list(devices[2 * extra :])
     folded = [(devices[2 * i + 1], devices[2 * i], (0, n)) for i in range(extra)]
     rounds = [_round(folded, adds=True)] if extra else []
@@ -276,7 +276,7 @@ def _direct_sum(devices: tuple[int, ...], n: int) -> list[Round]:
 
 
 def _star(devices: tuple[int, ...], n: int) -> list[Round]:
-    """Parameter server: the first device receives all summands and sends the sum to all."""
+    """Parameter server: the first device receives all tensors to sum, and sends the sum to all."""
     root, *others = devices
     gather = _round(((d, root, (0, n)) for d in others), adds=True)
     return [gather, _round(((root, d, (0, n)) for d in others), adds=False)]
@@ -291,7 +291,7 @@ _SUMS: dict[str, Callable[[tuple[int, ...], int], list[Round]]] = {
 
 
 def _deliver(have: tuple[int, ...], want: tuple[int, ...], n: int) -> list[Round]:
-    """Send the finished sum to the devices that had no summand. Each device that had one sends a chunk."""
+    """Send the finished sum to devices that did not take part in it. Each device that did sends one chunk."""
     missing = [d for d in want if d not in have]
     if not missing:
         return []

@@ -49,7 +49,7 @@ class OnOne:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """A pending sum: each of `devices` holds one summand of the whole shape; the tensor is their sum."""
+    """A pending sum: each of `devices` holds a partial sum of the whole shape; the tensor is the sum of these."""
 
     devices: tuple[int, ...]
 
@@ -129,8 +129,8 @@ def held_entries(layout: Layout, device: int, shape: Shape) -> int:
 def dual(layout: Layout) -> Layout:
     """Return the layout of the gradient of a tensor in `layout`.
 
-    Each copy of a tensor gets one summand of its gradient, so the gradient of copies is a pending sum. All summands of a
-    pending sum have the same gradient, so it is replicated. Gradients of shards, or on one device, keep the layout.
+    Each copy of a tensor gets a part of the gradient's sum, so the gradient of copies is a pending sum. All partial sums of a
+    tensor have the same gradient, so it is replicated. The gradient of a split tensor, or on one device, has the same layout.
     """
     match layout:
         case Replicated(devices):

@@ -1,1 +1,1 @@
-"""The model as a graph of layers, its tracing from an nn.Module, and networks by name."""
+"""Describes a model as a graph of layers, traces an nn.Module into this graph, and builds networks by name."""

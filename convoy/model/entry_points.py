@@ -22,9 +22,9 @@ def names_callable(text: str) -> bool:
 
 
 def lies_here(text: str) -> bool:
-    """Return whether the module of a callable is directly in the working folder, without importing it."""
+    """Return whether a callable's module is directly in the working folder, without importing it."""
     name, here = text.partition(":")[0].split(".")[0], Path.cwd().resolve()
-    # In the search order of `find_callable`: installed modules come first.
+    # Search as `find_callable` does: installed modules first.
     spec = importlib.util.find_spec(name) or importlib.machinery.PathFinder.find_spec(name, [str(here)])
     if spec is None:
         return False
@@ -39,7 +39,7 @@ def find_callable(text: str, wanted: str) -> Callable[..., Any]:
         wanted: an example for the error message, such as "def build(): it returns a data set".
 
     Raises:
-        InputError: no such module or callable (suggests similar names), or the module does not import.
+        InputError: the module or callable does not exist (suggests similar names), or the module does not import.
     """
     place, _, name = text.partition(":")
     if os.getcwd() not in sys.path:
@@ -66,10 +66,11 @@ def import_package(name: str, extra: str, purpose: str) -> Any:
     """Import an optional package, or a module of it.
 
     Args:
-        extra: the extra of this package that installs it; purpose: the option or feature that needs it.
+        extra: Convoy's pip extra that installs the package.
+        purpose: the option or feature that needs it, for the message.
 
     Raises:
-        InputError: it is not installed, or does not import.
+        InputError: the package is not installed, or does not import.
     """
     try:
         return importlib.import_module(name)
@@ -92,7 +93,7 @@ def call(text: str, function: Callable[..., Any], **arguments: Any) -> Any:
     """Call the function, and convert its exceptions to an InputError.
 
     Raises:
-        InputError: the function raised an exception; the message names the place.
+        InputError: the function raised an exception; the message gives the file and line.
     """
     try:
         return function(**arguments)
@@ -103,7 +104,7 @@ def call(text: str, function: Callable[..., Any], **arguments: Any) -> Any:
 
 
 def where(error: Exception) -> str:
-    """Describe an error in user code: type, first line and place."""
+    """Describe an error in user code: its type, first line, file and line number."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     line = (str(error).splitlines() or [""])[0][:160]
     return f"{type(error).__name__}: {line}, {os.path.basename(frame.filename)} line {frame.lineno}"

@@ -1,6 +1,6 @@
 """Describes a model as a graph of layers with inputs, shapes, parameters and FLOP, without tensors or modules.
 
-`tracing/` makes it from an `nn.Module`.
+`tracing/` builds the graph from an `nn.Module`.
 """
 
 import hashlib
@@ -53,10 +53,10 @@ class Cut:
     """An axis of a layer's output along which devices can compute shards independently.
 
     Attributes:
-        axis: of the output, counted with the batch axis.
+        axis: the output's axis; the batch is axis 0.
         parts: number of equal, indivisible parts: groups of channels, heads, or single entries.
-        inputs: per input, the axis that is cut in the same parts; None: read whole.
-        parameters: key -> axis of each parameter or buffer that is cut in the same parts; the others are copied.
+        inputs: per input, the axis that is cut into the same parts; None: the whole input is read.
+        parameters: key -> axis of each parameter or buffer that is cut into the same parts; the others are copied.
     """
 
     axis: int
@@ -71,30 +71,30 @@ class Layer:
 
     Attributes:
         name: the module's path ("layer1.0.conv1"); without a module, a name from the trace ("add_1").
-        kind: determines the possible splits; `plan/strategy.py` has the table.
-        inputs: names of its input layers, in the order of its arguments.
-        shape: of the output *per sample*, without the batch axis; the whole shape if not `batched`.
+        kind: determines the possible splits; see the table in `plan/strategy.py`.
+        inputs: names of the input layers, in the order of the arguments.
+        shape: shape of the output *per sample*, without the batch axis; the whole shape if not `batched`.
         batched: whether the output has a batch axis; a bare parameter has none and is on every device.
-        parameters: its parameters, by key relative to the layer ("weight", "bias", "running_mean").
-        cuts: its possible cuts, for kinds that do not determine them ("parts", "filters").
-        axis: the axis of `cat`, counted with the batch axis.
-        per_sample: False if samples depend on each other or there is no batch axis: then it runs on one device.
-        several: its output is several tensors; only `pick` reads it.
+        parameters: parameters and buffers, by key relative to the layer ("weight", "bias", "running_mean").
+        cuts: the possible cuts, for kinds that do not determine them ("parts", "filters").
+        axis: the axis of `cat`; the batch is axis 0.
+        per_sample: whether samples are independent. If not, or without a batch axis, the layer runs on one device.
+        several: whether the output is several tensors; then only `pick` reads it.
         flop: forward FLOP per sample, as torch.utils.flop_counter counts (a multiply-add is two).
-        dtype: of the output, as torch names it.
+        dtype: torch's name of the output's dtype.
         differentiable: False for integers, `x.detach()`, and calls under `torch.no_grad()`.
         reason: why the layer is opaque or not split; shown by `explain`.
-        shared: another layer uses the same parameters, or they have hooks: never split, on every device.
-        random: it draws random numbers in this mode (dropout), so copies on several devices would differ.
-        statistics: a batch norm that normalises by batch statistics (not by running statistics).
-        everywhere: every device computes it for the global batch, because hooks or its Python state depend on that.
-        called_everywhere: every device must call it in every step, because a call changes its Python state or a counter
-            buffer. If a device has no samples for it, all devices compute it for the global batch.
+        shared: whether other layers use the same parameters, or these have hooks. Then they are on every device, never split.
+        random: whether it draws random numbers in this mode (dropout), so that copies on several devices would differ.
+        statistics: whether this is a batch norm that normalises by batch statistics (not by running statistics).
+        everywhere: whether every device computes it for the global batch, because hooks or its Python state need this.
+        called_everywhere: whether every device must call it in every step, because a call changes its Python state or a
+            counter buffer. If a device has no samples for it, all devices compute it for the global batch.
         no_gradient_to: indices of the inputs without a gradient.
-        changes_state: a call changes its Python state, its buffers or its parameters.
-        batch_axes: for a value of the global batch, the axes with the batch's length (both axes of a matrix of all pairs of
-            samples). They are 1 in `shape`.
-        input_entries: of all batched inputs together, per sample. A `Graph` sets it.
+        changes_state: whether a call changes its Python state, its buffers or its parameters.
+        batch_axes: for a value of the global batch, the axes whose length is the batch size (both axes for a matrix of all
+            pairs of samples). Their length in `shape` is 1.
+        input_entries: entries of all batched inputs per sample. A `Graph` sets it.
     """
 
     name: str
@@ -130,19 +130,19 @@ class Layer:
 
     @property
     def feature_axis(self) -> int:
-        """Axis that `filter` splits, counted with the batch axis: 1 for convolutions, the last one for a Linear."""
+        """The axis that `filter` splits: 1 for convolutions, the last one for a Linear. The batch is axis 0."""
         if self.kind == "filters":
             return self.cuts[0].axis
         return len(self.shape) if self.kind == "linear" else 1
 
     @property
     def channels_out(self) -> int:
-        """Extent of the axis that `filter` splits: output channels, or the features of a Linear."""
+        """Length of the axis that `filter` splits: output channels, or the features of a Linear."""
         return self.shape[self.feature_axis - 1]
 
     @property
     def channels_in(self) -> int:
-        """Input channels of all groups together; 1 if they are never split."""
+        """Number of input channels of all groups together; 1 if they are never split."""
         if self.kind == "filters":
             return 1
         weight = self.parameters["weight"].shape
@@ -155,7 +155,7 @@ class Layer:
 
     @cached_property
     def extents(self) -> tuple[int, int]:
-        """Outputs (filters, features) and inputs of the whole layer; without weights, both are its channels."""
+        """Numbers of outputs (filters, features) and inputs of the whole layer; without weights, both are its channels."""
         if self.weighted:
             return self.channels_out, self.channels_in
         channels = self.shape[0] if self.shape else 1
@@ -163,17 +163,17 @@ class Layer:
 
     @cached_property
     def entries(self) -> int:
-        """Entries of all its parameters and buffers."""
+        """Number of entries of all parameters and buffers."""
         return sum(parameter.entries for parameter in self.parameters.values())
 
     @cached_property
     def trainable(self) -> tuple[Parameter, ...]:
-        """Parameters that get a gradient from this layer."""
+        """The parameters that get a gradient from this layer."""
         return tuple(p for p in self.parameters.values() if p.trainable) if self.differentiable else ()
 
     @property
     def traced_back(self) -> tuple[bool, ...]:
-        """Per input, whether it gets a gradient."""
+        """For each input, whether it gets a gradient."""
         return tuple(self.differentiable and i not in self.no_gradient_to for i in range(len(self.inputs)))
 
     @cached_property
@@ -183,7 +183,7 @@ class Layer:
 
     @cached_property
     def weighted(self) -> bool:
-        """Whether it consists of filters, like convolutions and Linears: the layers that plans list."""
+        """Whether it consists of filters, like convolutions and Linears. Plans list these layers."""
         return self.multiplies or self.kind == "filters"
 
 
@@ -225,7 +225,7 @@ class Graph:
 
     @cached_property
     def readers(self) -> dict[str, tuple[Layer, ...]]:
-        """Layer -> the layers that read its output."""
+        """Layer name -> the layers that read its output."""
         result: dict[str, tuple[Layer, ...]] = dict.fromkeys(self.layers, ())
         for layer in self.layers.values():
             for name in dict.fromkeys(layer.inputs):
@@ -234,7 +234,7 @@ class Graph:
 
     @cached_property
     def before(self) -> tuple[tuple[str, frozenset[str]], ...]:
-        """Per layer, the layers that must run before it: its inputs and, if it keeps its order, the last such layer."""
+        """For each layer, the layers that must run before it: its inputs and, if it has state, the last layer with state."""
         rows = []
         last: frozenset[str] = frozenset()
         for layer in self.layers.values():
@@ -248,7 +248,7 @@ class Graph:
         return tuple(rows)
 
     def unsplit(self, layouts: Mapping[str, Layout]) -> str:
-        """Return one line on the arithmetic that is not split, and why; "" if under 1 %."""
+        """Return a line that says how much arithmetic is not split, and why; "" if under 1 %."""
         rows = [layer for layer in self.layers.values() if layer.kind == "opaque" and not layer.per_sample]
         if not rows:
             return ""
@@ -262,7 +262,7 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Short hash of everything that a plan depends on: layers, inputs, shapes and parameters."""
+        """A short hash of everything that a plan depends on: layers, inputs, shapes and parameters."""
         rows = [asdict(layer) for layer in self.layers.values()]
         uses = Counter(key for layer in self.layers.values() for key in {p.key for p in layer.parameters.values()})
         for row, layer in zip(rows, self.layers.values(), strict=True):

@@ -1,4 +1,4 @@
-"""Describes and makes the call of each layer of a traced model.
+"""Describes and runs the call of each layer of a traced model.
 
 `graph.py` holds a layer's properties for plans; an `Operation` holds the module or function to call, with its arguments.
 """
@@ -34,10 +34,10 @@ class BatchExtent:
 
 @dataclass(frozen=True, slots=True)
 class PartExtent:
-    """Placeholder for a number in proportion to the local shard of an axis: `count` for the whole axis.
+    """Placeholder for a number that is proportional to the local shard of an axis: `count` for the whole axis.
 
     Attributes:
-        extent: extent of the whole axis.
+        extent: length of the whole axis.
         of: index of an input tensor, or key of a parameter of the layer's module.
     """
 
@@ -49,12 +49,12 @@ class PartExtent:
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """Placeholder for the device that computes: `x.device` in the model's source."""
+    """Placeholder for the local torch device: `x.device` in the model's source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Placeholder for an object that holds values: a named tuple, a dataclass."""
+    """Placeholder for an object that contains other values, such as a named tuple or a dataclass."""
 
     make: Callable[..., Any]
     args: tuple[Any, ...] = ()
@@ -66,11 +66,11 @@ class Operation:
     """One call of a traced model.
 
     Attributes:
-        call: "module" (target: its path), "batch_norm" (target: path of a batch norm with a custom forward, of which only
-            the normalisation runs), "function" (target: the callable), "method" (target: the name), "attribute" (target:
+        call: "module" (target: its path), "batch_norm" (target: path of a batch norm with a custom forward; only its
+            normalisation runs), "function" (target: the callable), "method" (target: the name), "attribute" (target:
             path of a parameter or buffer), "constant" (target: a tensor), "region" (target: a `Region`) or "input".
         args, kwargs: as in the source, with placeholders for tensors and for numbers that differ between devices.
-        attributes: numbers of the module that are scaled with its shard: the groups of a group norm.
+        attributes: attributes of the module that are scaled with its shard, such as a group norm's number of groups.
     """
 
     call: Literal["module", "batch_norm", "function", "method", "attribute", "constant", "region", "input"]
@@ -81,7 +81,7 @@ class Operation:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Paths of the modules that it calls."""
+        """Paths of the called modules."""
         if isinstance(self.target, Region):
             return tuple(path for call in self.target.calls for path in call.modules)
         return (str(self.target),) if self.call == "module" else ()
@@ -89,13 +89,13 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Calls that form one layer, because the values between them have no batch axis.
+    """Several calls that form one layer, because the values between them have no batch axis.
 
     Attributes:
-        calls: in order; `Ref(i)` in their arguments is the layer's input i, or the output of call i - (number of inputs).
+        calls: in order; in their arguments, `Ref(i)` is the layer's input i, or the output of call i - (number of inputs).
         graded: per call, whether gradients flow (not under torch.no_grad()).
-        gives: indices of the outputs, numbered like `Ref`.
-        several: the output is a tuple.
+        gives: indices of the layer's outputs, numbered like `Ref`.
+        several: whether the output is a tuple.
     """
 
     calls: tuple[Operation, ...]
@@ -106,14 +106,14 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class TracedModel:
-    """A model as a graph of layers, and the operation that computes each of them.
+    """A model as a graph of layers, with the operation that computes each of them.
 
     Attributes:
-        operations: layer -> its call.
+        operations: layer name -> its call.
         result: the model's result, with `Ref(i)` for the i-th of `graph.outputs`.
-        seen: paths of the modules that the trace enters: their Python ran once, during tracing.
+        seen: paths of the modules that the trace enters. Their Python code runs only once, during tracing.
         whole: paths of the modules that stay one layer, except torch's own; "" is the model itself.
-        modes: path -> whether in training mode, for modules that may differ between training and evaluation.
+        modes: path -> whether in training mode, for modules that behave differently in training and evaluation.
     """
 
     graph: Graph
@@ -155,7 +155,7 @@ def call_operation(model: nn.Module, operation: Operation, inputs: Sequence[Any]
 
 
 def _shard_of(module: nn.Module, operation: Operation, inputs: Sequence[Any]) -> nn.Module:
-    """Return the module, or for a shard, a copy with the same parameters and scaled numbers."""
+    """Return the module, or for a shard a copy with the same parameters and scaled attributes."""
     numbers = {}
     for name, each in operation.attributes.items():
         present = inputs[each.of] if isinstance(each.of, int) else operator.attrgetter(each.of)(module)
@@ -194,7 +194,7 @@ _FACTORIES = frozenset(
 
 
 def bind_operation(model: nn.Module, operation: Operation) -> Callable[[Sequence[Any], int], Any]:
-    """Look up the module of a layer's call; return a function (inputs, their samples) -> output."""
+    """Look up the module of a layer's call. Return a function (inputs, number of samples) -> output."""
     match operation.call, tuple(operation.args):
         case "module", (Ref(0),) if not operation.kwargs and not operation.attributes:
             module = model.get_submodule(str(operation.target))
@@ -212,7 +212,7 @@ def arguments(
 
 @dataclass(frozen=True, slots=True)
 class _PlaceholderValues:
-    """The values of all placeholders."""
+    """The values that replace placeholders in one call."""
 
     inputs: Sequence[Any]
     batch: int
@@ -251,12 +251,12 @@ class _PlaceholderValues:
 
 
 def fill_result(traced: TracedModel, outputs: Sequence[Tensor]) -> Any:
-    """Return the model's result with its outputs filled in, as new objects that the caller may change."""
+    """Return the model's result with these outputs, in new objects that the caller may change."""
     return _PlaceholderValues(outputs, 0).fill(traced.result)
 
 
 def disable_in_place(model: nn.Module) -> nn.Module:
-    """Turn off `inplace` in all modules, because it would overwrite inputs that layers keep for backward."""
+    """Turn off `inplace` in all modules, because it would overwrite inputs that layers save for backward."""
     for module in model.modules():
         if getattr(module, "inplace", False):
             module.inplace = False  # type: ignore[assignment]

@@ -1,6 +1,6 @@
-"""Registers the axes along which layers can be cut, for torch's layers and user layers (`register_layer`).
+"""Registers rules that return along which axes a layer can be cut, for torch's layers and user layers (`register_layer`).
 
-A rule gets one call of a model and returns its possible cuts. Without a rule, at most the samples are split.
+A rule gets one call of a model and returns its possible cuts. A layer without a rule is split by samples at most.
 `convoy.model.tracing.supported_layers` registers torch's layers.
 """
 
@@ -21,11 +21,11 @@ class Call:
     """One call in a model, the argument of a rule.
 
     Attributes:
-        operation: the call; its arguments have `Ref(i)` for `inputs[i]`.
-        module: None for a function or a method.
-        inputs: shapes of its input tensors, for any number of samples.
+        operation: the call; its arguments contain `Ref(i)` for `inputs[i]`.
+        module: the called module; None for a function or method.
+        inputs: shapes of the input tensors, for some number of samples.
         batched: per input, whether its first axis is the batch (not for a parameter).
-        output: shape of its output tensor; the first axis is the batch.
+        output: shape of the output tensor; the first axis is the batch.
     """
 
     operation: Operation
@@ -43,12 +43,12 @@ class Call:
         return target if isinstance(target, str) else getattr(target, "__name__", "")
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """Return an argument of a function or method by its position (a method's tensor is number 0) or name."""
+        """Return an argument of a function or method by position (0 is a method's own tensor) or name."""
         args = self.operation.args
         return args[place] if len(args) > place else self.operation.kwargs.get(name, default)
 
     def input_at(self, place: int, name: str) -> int | None:
-        """Return the input index of an argument; None if it is no input."""
+        """Return which of `inputs` an argument is; None if it is no input tensor."""
         value = self.argument(place, name)
         return value.index if isinstance(value, Ref) else None
 
@@ -59,10 +59,10 @@ class Known:
 
     Attributes:
         kind, groups, axis, statistics, cuts: as in `convoy.model.graph.Layer`.
-        operation: replaces the traced operation, with numbers that depend on the shard; None: as traced.
-        trusted: if False, tracing compares the numbers of two shards with those of the whole layer.
-        like: the module class that the rule was registered with (`register_layer(like=...)`).
-        whole_batch: why its samples must stay together; empty if each is computed separately.
+        operation: replaces the traced operation by one with numbers that depend on the shard; None: no replacement.
+        trusted: if False, tracing compares the results of two shards with those of the whole layer.
+        like: the module class given to `register_layer(like=...)`.
+        whole_batch: why the samples must stay together; empty if each is computed separately.
     """
 
     kind: Kind
@@ -97,7 +97,7 @@ def register_layer(
     parameters: Mapping[str, int] | None = None,
     attributes: tuple[str, ...] = (),
 ) -> None:
-    """Declare how a layer can be split in addition to samples: see the page "Teach Convoy your layer".
+    """Declare how a layer can be split, other than by samples. See the page "Teach Convoy your layer".
 
     Tracing computes two shards of the layer, compares them with the whole layer, and refuses a layer that differs. All
     processes of a job must register the same rules before they make plans or distribute: plans depend on them.
@@ -116,7 +116,7 @@ def register_layer(
         attributes: names of further integer attributes that are scaled with the shard, such as "out_channels".
 
     Raises:
-        InputError: a layer that is registered already, or neither or both of `splits` and `like`.
+        InputError: the layer is registered already, or neither or both of `splits` and `like` are given.
     """
     name = getattr(layer, "__name__", str(layer))
     if (splits is None) == (like is None):
@@ -233,8 +233,8 @@ class SplitRule:
             }
         found = {}
         for key, axis in self.parameters.items():
-            if key not in tensors:
-                continue  # a bias that is switched off
+            if key not in tensors:  # such as a bias that is switched off
+                continue
             shape = tuple(tensors[key].shape)
             if not -len(shape) <= axis < len(shape) or shape[axis] % parts:
                 raise InputError(
@@ -246,7 +246,7 @@ class SplitRule:
         return found
 
     def _following(self, call: Call, names: tuple[str, ...], of: int | str, axis: int, extent: int) -> Operation | None:
-        """Return the operation with the module's numbers that are scaled with the shard."""
+        """Return the call with these integer attributes of the module scaled with the shard; None without attributes."""
         numbers = {name: PartExtent(int(getattr(call.module, name)), axis, extent, of) for name in names}
         return replace(call.operation, attributes=numbers) if numbers else None
 

@@ -172,8 +172,7 @@ def _rows(
 ) -> Iterator[list[ComputeStep]]:
     """Yield runs of layers that may form one graph. They contain no layers in `whole`."""
     row: list[ComputeStep] = []
-    first: int | None = None  # the row's first place in backward
-    waits = _first_waits(backward)
+    first, waits = None, _first_waits(backward)  # `first`: the row's first place in backward
     for step, waiting in zip(forward, _first_waits(forward), strict=True):
         at = places.get(step.layer, []) if isinstance(step, ComputeStep) else []
         fits = (
@@ -239,10 +238,10 @@ class _Compiler:
         self.end = end  # the step id of waits at the end of a phase
         self.main: list[Operation] = []
         self.sums: list[Operation] = []
-        self.under_way: dict[int, deque[StartedRound]] = {}
+        self.in_flight: dict[int, deque[StartedRound]] = {}
         self.begun: list[SumGradients] = []
         self.last_rounds: list[Operation] = []  # waits for the last rounds of sums
-        self.of_freed: list[int] = []  # unfinished sums of parameters that are freed after use
+        self.freed_sums: list[int] = []  # unfinished sums of parameters that are freed after use
         self.users = {k: s.devices for s in steps.steps if isinstance(s, st.GatherWeights) for k in s.keys}
         self.freed = {k for s in steps.steps if isinstance(s, ComputeStep) for k in s.frees}
         self.merged: set[str] = set()
@@ -250,23 +249,23 @@ class _Compiler:
         self.norms = {n for step in steps.steps if isinstance(step, st.GatherStatistics) for n in step.layers}
         self.segments = found
         self.segment_at: dict[int, int] = {}  # first step of a segment, in forward or backward -> number of the segment
-        self.given_by: dict[int, int] = {}  # backward step of a segment -> the segment's first backward step
+        self.first_back: dict[int, int] = {}  # backward step of a segment -> the segment's first backward step
         self.made_in: dict[str, int] = {}  # value -> the segment that makes it
         self.segment_of: dict[str, int] = {}  # layer -> its segment
         for number, segment in enumerate(self.segments):
             for row in (segment.steps, segment.back):
                 self.segment_at.update({row[0].id: number} if row else {})
-            self.given_by.update({step.id: segment.back[0].id for step in segment.back})
+            self.first_back.update({step.id: segment.back[0].id for step in segment.back})
             self.made_in.update({step.writes.key: number for step in segment.steps})
             self.segment_of.update({step.layer: number for step in segment.steps})
-        self.givers, self.values = self._givers()
+        self.sources, self.values = self._sources()
 
     def program(self) -> DeviceProgram:
         forward, backward = self._phase("forward"), self._phase("backward")
         steps = self.steps
         returned = tuple(s.output for s in steps.steps if isinstance(s, st.ReturnGradient))
         inputs, outputs = (tuple(v.key for v in row) for row in (steps.inputs, steps.outputs))
-        gradients = (GRADIENT + v.key if v and v.key in self.givers else "" for v in steps.input_gradients)
+        gradients = (GRADIENT + v.key if v and v.key in self.sources else "" for v in steps.input_gradients)
         return DeviceProgram(
             self.device, steps.devices, steps.batch, inputs, outputs, returned, forward, backward, tuple(self.sums),
             tuple(gradients), steps.micro_batch,
@@ -287,7 +286,7 @@ class _Compiler:
                 end = 1 + places[row[-1].id]
                 self._segment(steps[place:end], number, row)
                 place = end
-        self._await(list(self.under_way), self.end)
+        self._await(list(self.in_flight), self.end)
         for value in self.steps.input_gradients if phase == "backward" else ():
             if value is not None:
                 self._merge(value.key, self.end)
@@ -312,10 +311,10 @@ class _Compiler:
             case Move(phase="forward"):
                 self._move(step, step.reads.layout, step.writes.layout, step.reads.key, step.writes.key)
             case Move():
-                source, result = GRADIENT + step.reads.key, self._gives(step.writes.key, step.id)
+                source, result = GRADIENT + step.reads.key, self._gradient(step.writes.key, step.id)
                 self._move(step, dual(step.reads.layout), dual(step.writes.layout), source, result)
             case st.ReturnGradient():
-                source, result = ops.output_gradient(step.output), self._gives(step.writes.key, step.id)
+                source, result = ops.output_gradient(step.output), self._gradient(step.writes.key, step.id)
                 self._move(step, step.reads.layout, dual(step.writes.layout), source, result)
             case SumGradients() if self.device in step.members:
                 self._sum(step)
@@ -336,7 +335,7 @@ class _Compiler:
         shape = local_shape(step.writes.layout, self.device, step.writes.shape)
         parts = []
         for rows in chunks(shape[0], step.chunks):
-            for rounds in (self.under_way[s] for s in step.after if self.under_way.get(s)):
+            for rounds in (self.in_flight[s] for s in step.after if self.in_flight.get(s)):
                 self.main += finish([rounds.popleft()], step.id)
             made = f"{step.writes.key} {rows[0]}:{rows[1]}"
             size = replace(operation.size, samples=rows[1] - rows[0])
@@ -359,7 +358,7 @@ class _Compiler:
             return ops.Compute(step.id, "forward", step.layer, reads, (step.writes.key,), step.wants, size=size)
         sums = [f"{GRADIENT}{step.layer} row", f"{GRADIENT}{step.layer} rows"] if norm else []
         gives = tuple(
-            self._gives(value.key, step.id) if wanted and step.part != "weight" else ""
+            self._gradient(value.key, step.id) if wanted and step.part != "weight" else ""
             for value, wanted in zip(step.reads, step.wants, strict=True)
         )
         reads = (GRADIENT + step.writes.key, *sums)
@@ -372,9 +371,10 @@ class _Compiler:
             self.main.append(self._computation(step))
         elif step.part != "weight":
             for value, wanted in zip(step.reads, step.wants, strict=True):
-                if wanted and step.id in self.givers.get(value.key, ()):
+                if wanted and step.id in self.sources.get(value.key, ()):
                     # The device holds the value but computed nothing from it, so its gradient here is zero.
-                    shape, made = local_shape(value.layout, self.device, value.shape), self._gives(value.key, step.id)
+                    shape = local_shape(value.layout, self.device, value.shape)
+                    made = self._gradient(value.key, step.id)
                     self.main.append(ops.Make(step.id, made, shape, zeros=True, result=True))
 
     def _segment(self, steps: Sequence[Step], number: int, computes: Sequence[ComputeStep]) -> None:
@@ -399,9 +399,9 @@ class _Compiler:
         else:
             for key in segment.writes:
                 self._merge(key, first)
-            reads = tuple(GRADIENT + key if self.givers.get(key) else "" for key in segment.writes)
-            given = (key if first in self.givers.get(key, ()) else "" for key in segment.reads)
-            writes = tuple(key and self._gives(key, first) for key in given)
+            reads = tuple(GRADIENT + key if self.sources.get(key) else "" for key in segment.writes)
+            given = (key if first in self.sources.get(key, ()) else "" for key in segment.reads)
+            writes = tuple(key and self._gradient(key, first) for key in given)
         self.main.append(ops.Fused(first, phase, number, reads, writes, tuple(operations)))
         self._free([step for step in steps if isinstance(step, ComputeStep)])
         for each in behind:
@@ -416,17 +416,17 @@ class _Compiler:
 
     def _limit_sums(self, at: int) -> None:
         """Limit the number of whole gradients in memory, if parameters are freed to save memory."""
-        while len(self.of_freed) > SUMS_AT_ONCE:
-            self.main.append(ops.WaitSum(at, self.of_freed.pop(0)))
+        while len(self.freed_sums) > SUMS_AT_ONCE:
+            self.main.append(ops.WaitSum(at, self.freed_sums.pop(0)))
 
     # --- gradients of values -----------------------------------------------------------------------------------------
 
-    def _givers(self) -> tuple[dict[str, list[int]], dict[str, st.Value]]:
+    def _sources(self) -> tuple[dict[str, list[int]], dict[str, st.Value]]:
         """For each value, return the steps that contribute to its gradient on this device. Also return the values by key.
 
         A segment contributes once, under its first step's id, because autograd adds the gradients inside it.
         """
-        givers: dict[str, list[int]] = {}
+        sources: dict[str, list[int]] = {}
         zeros: dict[str, list[int]] = {}
         values: dict[str, st.Value] = {}
         for step in self.steps.phase("backward"):
@@ -434,7 +434,7 @@ class _Compiler:
                 case Move() | st.ReturnGradient():
                     values[step.writes.key] = step.writes
                     if holds(step.writes.layout, self.device):
-                        givers.setdefault(step.writes.key, []).append(step.id)
+                        sources.setdefault(step.writes.key, []).append(step.id)
                 case ComputeStep() if step.part != "weight":
                     for value, wanted in zip(step.reads, step.wants, strict=True):
                         values[value.key] = value
@@ -442,32 +442,32 @@ class _Compiler:
                         if not wanted or inside:
                             continue
                         if holds(step.writes.layout, self.device):
-                            row = givers.setdefault(value.key, [])
-                            first = self.given_by.get(step.id, step.id)
+                            row = sources.setdefault(value.key, [])
+                            first = self.first_back.get(step.id, step.id)
                             row += [first] if first not in row else []
                         elif holds(value.layout, self.device):
                             zeros.setdefault(value.key, [step.id])
-        return zeros | givers, values
+        return zeros | sources, values
 
-    def _gives(self, key: str, step: int) -> str:
+    def _gradient(self, key: str, step: int) -> str:
         """Return the buffer of one step's contribution to a value's gradient."""
-        several = len(self.givers.get(key, ())) > 1
-        return f"{GRADIENT}{key} from {self.given_by.get(step, step)}" if several else GRADIENT + key
+        several = len(self.sources.get(key, ())) > 1
+        return f"{GRADIENT}{key} from {self.first_back.get(step, step)}" if several else GRADIENT + key
 
     def _merge(self, key: str, step: int) -> None:
         """Sum the contributions to a gradient before its first use."""
-        ids = self.givers.get(key, ())
+        ids = self.sources.get(key, ())
         if len(ids) > 1 and key not in self.merged:
             self.merged.add(key)
             size = held_entries(self.values[key].layout, self.device, self.values[key].shape)
-            self.main.append(ops.Merge(step, GRADIENT + key, tuple(self._gives(key, each) for each in ids), size))
+            self.main.append(ops.Merge(step, GRADIENT + key, tuple(self._gradient(key, each) for each in ids), size))
 
     # --- exchanging --------------------------------------------------------------------------------------------------
 
     def _await(self, steps: Iterable[int], at: int) -> None:
         """Finish these exchanges if they have started."""
         for step in steps:
-            self.main += finish(self.under_way.pop(step, ()), at)
+            self.main += finish(self.in_flight.pop(step, ()), at)
 
     def _move(self, step: Move | st.ReturnGradient, src: Layout, dst: Layout, source: str, result: str) -> None:
         schedule, shape = step.schedule, step.reads.shape
@@ -478,7 +478,7 @@ class _Compiler:
         found = operations_of(MoveSpec(step.id, schedule, self.device, src, dst, shape, step.wire, source, result))
         self.main += found.begin
         if found.started:
-            self.under_way[step.id] = deque(found.started)
+            self.in_flight[step.id] = deque(found.started)
             if not self.overlap or isinstance(step, st.ReturnGradient):
                 self._await([step.id], step.id)
 
@@ -507,10 +507,10 @@ class _Compiler:
         self.main.append(ops.PackWeights(*pack, own_only=not uses, fresh=uses and freed))
         found = exchange.gather_operations(step.id, step.schedule, self.device, flat, own_only=not uses)
         self.main += found.begin
-        self.under_way[step.id] = deque(found.started)
+        self.in_flight[step.id] = deque(found.started)
         if uses:
             whole = ops.UnpackWeights(step.id, flat, step.keys, step.shares, alone)
-            self.under_way[step.id].append(StartedRound(step.id, None, [whole]))
+            self.in_flight[step.id].append(StartedRound(step.id, None, [whole]))
         if not self.overlap:
             self._await([step.id], step.id)
 
@@ -535,7 +535,7 @@ class _Compiler:
         self.sums += [ops.TakeSum(step.id, flat), *rounds, *_own_shard(step, self.device)]
         (self.sums if step.into else self.last_rounds).extend(behind)
         if self.freed.intersection(step.keys):
-            self.of_freed.append(step.id)
+            self.freed_sums.append(step.id)
         self.begun.append(step)
         return [_pack(step), ops.BeginSum(step.id, flat)]
 

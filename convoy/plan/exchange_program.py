@@ -186,15 +186,15 @@ def sum_operations(
     step: int, schedule: Schedule, device: int, flat: str, wire: CommDtype, lane: int
 ) -> Iterator[Operation]:
     """Yield the rounds of a collective, in place on a flat buffer. Steps reuse the receive buffers."""
-    under_way: deque[StartedRound] = deque()
+    in_flight: deque[StartedRound] = deque()
     for number, transfers in enumerate(schedule.involving(device)):
-        if len(under_way) == schedule.window:
-            yield from finish([under_way.popleft()], step)
+        if len(in_flight) == schedule.window:
+            yield from finish([in_flight.popleft()], step)
         slot = (lane, number % schedule.window)
         begin, started = _flat_round((step, number), transfers, device, flat, wire != "exact", slot)
         yield from begin
-        under_way.append(started)
-    yield from finish(under_way, step)
+        in_flight.append(started)
+    yield from finish(in_flight, step)
 
 
 def gather_operations(step: int, schedule: Schedule, device: int, flat: str, *, own_only: bool) -> ExchangeOperations:

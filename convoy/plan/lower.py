@@ -268,7 +268,7 @@ class _Lowering:
         return min(self.plan.chunks, self.batch) if spans and not schedule.in_place else 1
 
     def _statistics(self, layer: Layer) -> tuple[int, tuple[int, ...]] | None:
-        """Return (entries per device, members) of a batch norm over several devices, else None."""
+        """Return (entries sent per device, members) of a batch norm over several devices; None for any other layer."""
         gives = self.placed[layer.name].gives
         if not layer.statistics or not isinstance(gives, Split) or gives.axis != 0:
             return None

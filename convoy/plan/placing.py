@@ -106,37 +106,37 @@ def unnamed(
 
 def _input_layout(plan: Plan, graph: Graph, layer: Layer, batch: int) -> Layout:
     """Return the layout of an input: where its first readers are, so that no sample is sent."""
-    wants = _wants(plan, graph, layer, batch, {})
-    if len(wants) == 1:
-        (only,) = wants
+    layouts = _layouts_read(plan, graph, layer, batch, {})
+    if len(layouts) == 1:
+        (only,) = layouts
         if isinstance(only, Replicated | OnOne) or (isinstance(only, Split) and only.axis == 0):
             return only
         return Replicated(holders(only))
-    if not wants:
+    if not layouts:
         return place(graph, layer, plan.otherwise, batch, plan.devices).gives
     # Use the devices of a full batch for a smaller batch too: devices left out would miss its running statistics.
-    wants |= _wants(plan, graph, layer, max(batch, plan.batch), {})
-    return Replicated(tuple(sorted({d for layout in wants for d in holders(layout)})))
+    layouts |= _layouts_read(plan, graph, layer, max(batch, plan.batch), {})
+    return Replicated(tuple(sorted({d for layout in layouts for d in holders(layout)})))
 
 
-def _wants(plan: Plan, graph: Graph, layer: Layer, batch: int, known: dict[str, set[Layout]]) -> set[Layout]:
+def _layouts_read(plan: Plan, graph: Graph, layer: Layer, batch: int, known: dict[str, set[Layout]]) -> set[Layout]:
     """Return the layouts in which layers read `layer`'s output. For layers that follow their input, look at their readers."""
     if layer.name in known:
         return known[layer.name]
-    wants: set[Layout] = set()
+    layouts: set[Layout] = set()
     for reader in graph.readers[layer.name]:
         own = own_strategy(plan, reader)
         follows = own is None and not (reader.weighted and reader.groups == 1) and reader.per_sample
         if follows and not reader.random:
-            wants |= _wants(plan, graph, reader, batch, known)
+            layouts |= _layouts_read(plan, graph, reader, batch, known)
             continue
         if own is not None:
             placed = place(graph, reader, own, batch, plan.devices)
         else:
             placed = unnamed(graph, reader, None, plan.otherwise, batch, plan.devices)[1]
-        wants.add(placed.takes[reader.inputs.index(layer.name)])
-    known[layer.name] = wants
-    return wants
+        layouts.add(placed.takes[reader.inputs.index(layer.name)])
+    known[layer.name] = layouts
+    return layouts
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------

@@ -221,7 +221,7 @@ def _as_row(strategy: Strategy) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a dict of the pairs. ValueError: a repeated key, of which json.loads would silently keep the last."""
+    """Return a dict of the pairs. ValueError: a key is repeated. (json.loads would silently keep the last value.)"""
     counts = Counter(key for key, _ in pairs)
     if repeated := [key for key, count in counts.items() if count > 1]:
         raise ValueError(f"the key {shown(repeated[0])} occurs twice")

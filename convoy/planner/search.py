@@ -155,7 +155,10 @@ class Search:
             available = tuple([where[place] for place in places])
             known = self.choices.get((kind, available))
             if known is None:
-                known = self.choices[kind, available] = self._priced(layer, inputs, available)
+                held = zip(inputs, available, strict=True)
+                layouts = {name: tuple(self.layouts[i] for i in numbers) for name, numbers in held}
+                known = [self._price(layer, *each, inputs, available) for each in self._choices(layer, layouts)]
+                self.choices[kind, available] = known
             for choice in known:
                 total = cost + choice.cost
                 key = tuple(
@@ -197,10 +200,6 @@ class Search:
         return total + self._end_s(tuple(where), tuple(where.values()))
 
     # --- choices -----------------------------------------------------------------------------------------------------
-
-    def _priced(self, layer: Layer, inputs: tuple[str, ...], available: tuple[_Available, ...]) -> list[_Choice]:
-        where = {name: tuple(self.layouts[i] for i in numbers) for name, numbers in zip(inputs, available, strict=True)}
-        return [self._price(layer, *each, inputs, available) for each in self._choices(layer, where)]
 
     def _choices(
         self, layer: Layer, where: Mapping[str, tuple[Layout, ...]]

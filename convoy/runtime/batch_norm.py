@@ -25,7 +25,7 @@ class GlobalBatchNorm:
         self.channels = layer.shape[0]
         self.dtype: torch.dtype = getattr(torch, layer.dtype)
         # Cached between steps, because the sample counts rarely change.
-        self._nowhere = torch.empty(0)
+        self._discarded = torch.empty(0)
         self._samples: Sequence[int] = ()
         self._parts = torch.empty(0)
         self._counts = torch.empty(0)
@@ -35,12 +35,12 @@ class GlobalBatchNorm:
         if x.shape[0] == 0:
             return x.new_zeros(1, 2 * self.channels)
         # var_mean is three to eight times slower on a CPU. With momentum 0 this kernel updates no running statistics.
-        if self._nowhere.dtype != x.dtype or not len(self._nowhere):
-            self._nowhere = x.new_zeros(self.channels)
-        row = torch.cat(torch.batch_norm_update_stats(x.contiguous(), self._nowhere, self._nowhere, 0.0))[None]
+        if self._discarded.dtype != x.dtype or not len(self._discarded):
+            self._discarded = x.new_zeros(self.channels)
+        row = torch.cat(torch.batch_norm_update_stats(x.contiguous(), self._discarded, self._discarded, 0.0))[None]
         return row.to(self.dtype)  # for a bf16 model CUDA returns float32 and the CPU bf16: send one dtype
 
-    def no_sums(self, device: torch.device) -> Tensor:
+    def no_row(self, device: torch.device) -> Tensor:
         return torch.zeros(1, 2 * self.channels, dtype=self.dtype, device=device)
 
     def combine(self, rows: Tensor, samples: Sequence[int], per_sample: int) -> "Normalisation":
@@ -59,9 +59,9 @@ class GlobalBatchNorm:
         parts = self._parts
         means, variances = rows.view(-1, 2, self.channels).unbind(1)
         mean = parts @ means
-        apart = means - mean
-        variance = parts @ torch.addcmul(variances, apart, apart)
-        self._remember(mean, variance, total)
+        offsets = means - mean
+        variance = parts @ torch.addcmul(variances, offsets, offsets)
+        self._update_running(mean, variance, total)
         return Normalisation(mean, variance, (variance + self.module.eps).rsqrt_(), total)
 
     def _fused(self, of: Tensor) -> bool:
@@ -81,18 +81,18 @@ class GlobalBatchNorm:
         if 0 in samples:  # the kernel would divide by zero
             rows = rows[[i for i, n in enumerate(samples) if n]]
         means, variances = rows.view(-1, 2, self.channels).unbind(1)
-        noted = m.training and m.running_mean is not None
+        tracks = m.training and m.running_mean is not None
         momentum = 0.0
-        if noted:
+        if tracks:
             batches = m.num_batches_tracked.add_(1)
             momentum = m.momentum if m.momentum is not None else 1.0 / float(batches)
         mean, inverse = torch.batch_norm_gather_stats_with_counts(
-            rows, means, (variances + m.eps).rsqrt_(), m.running_mean.data if noted else None,
-            m.running_var.data if noted else None, momentum, m.eps, self._parts,
+            rows, means, (variances + m.eps).rsqrt_(), m.running_mean.data if tracks else None,
+            m.running_var.data if tracks else None, momentum, m.eps, self._parts,
         )  # fmt: skip
         return Normalisation(mean, None, inverse, total, self._counts)
 
-    def _remember(self, mean: Tensor, variance: Tensor, total: int) -> None:
+    def _update_running(self, mean: Tensor, variance: Tensor, total: int) -> None:
         m = self.module
         if not m.training or (running_mean := m.running_mean) is None:
             return
@@ -107,7 +107,7 @@ class GlobalBatchNorm:
         if by.variance is None:
             m = self.module
             return torch.batch_norm_elemt(x.contiguous(), m.weight, m.bias, by.mean, by.inverse_deviation, m.eps)
-        return self._line(x, by, self.module.weight, self.module.bias)
+        return self._affine(x, by, self.module.weight, self.module.bias)
 
     def local_sums(self, x: Tensor | None, g: Tensor, by: "Normalisation") -> Tensor:
         """Return this device's row: sum(g)_C and sum(g * normalised x)_C. `x` is None without samples."""
@@ -136,11 +136,11 @@ class GlobalBatchNorm:
             # (g - mean g - x' mean(g x')) * scale with x' = (x - mean) / deviation: linear in g and in x.
             scale = by.inverse_deviation if weight is None else by.inverse_deviation * weight
             shift, slope = (rows.sum(0) / -by.count).view(2, self.channels).mul_(scale).unbind(0)
-            gx = self._line(x, by, slope, shift).addcmul_(g, scale.view(1, -1, *[1] * (x.dim() - 2)))
+            gx = self._affine(x, by, slope, shift).addcmul_(g, scale.view(1, -1, *[1] * (x.dim() - 2)))
         trained = [each is not None and each.requires_grad for each in (weight, bias)]
         return [gx], named(weight=gw if trained[0] else None, bias=gb if trained[1] else None)
 
-    def _line(self, x: Tensor, by: "Normalisation", slope_C: Tensor | None, shift_C: Tensor | None) -> Tensor:
+    def _affine(self, x: Tensor, by: "Normalisation", slope_C: Tensor | None, shift_C: Tensor | None) -> Tensor:
         """Return (x - mean) / deviation * slope + shift per channel, by torch's evaluation kernel: it reads x once."""
         eps = self.module.eps
         assert by.variance is not None

@@ -105,7 +105,7 @@ class Compiler:
         """Return the regions of a program; compile them at the first call after the warm-up. Every device must call it.
 
         Args:
-            key: the precision, and whether backward follows.
+            key: dtype of the layers' arithmetic, and whether backward follows.
         """
         if key not in program.compiled:
             program.compiled[key] = (regions_of(program, traced, model) if self.left else {}, 0)

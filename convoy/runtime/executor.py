@@ -214,7 +214,7 @@ class Executor:
         with self.clock.compute(op.layer, "forward"):
             if op.part == "statistics":
                 x = buffers[op.reads[0]] if op.reads else None
-                buffers[op.writes[0]] = norm.no_sums(self.group.torch_device) if x is None else norm.local_statistics(x)
+                buffers[op.writes[0]] = norm.no_row(self.group.torch_device) if x is None else norm.local_statistics(x)
                 return
             members, value = tape.program.statistics[op.layer]
             assert isinstance(value.layout, Split)
@@ -315,7 +315,7 @@ class Executor:
         with self.clock.compute(op.layer, "backward"):
             g = buffers[op.reads[0]] if op.reads else None
             row = (
-                norm.no_sums(self.group.torch_device) if g is None else norm.local_sums(tape.saved.get(op.layer), g, by)
+                norm.no_row(self.group.torch_device) if g is None else norm.local_sums(tape.saved.get(op.layer), g, by)
             )
         buffers[op.writes[0]] = row
 
@@ -400,7 +400,7 @@ def by_arithmetic(layer: Layer, _phase: Phase, size: ops.LocalSize) -> float:
 # --- programs of a plan -------------------------------------------------------------------------------------------------
 
 CHECKED_DEVICES = 16
-"""Largest fleet whose programs are checked against each other before the first step: more would take seconds."""
+"""Largest number of devices whose programs are checked against each other before the first step. More would take seconds."""
 
 StateDevices = dict[str, set[int]]
 """For each layer that changes its own state, the devices that have run it."""

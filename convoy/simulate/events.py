@@ -212,11 +212,18 @@ class _Play:
         self._walk_ready()
         while self.starts or self.flowing or self.works or self.late:
             self._share()
-            self._advance(self._next_s())
+            times = [queue[0][0] for queue in (self.starts, self.late) if queue]
+            times += [self.now + self.messages[r].left_bytes / self.rate[r] for r in self.flowing]
+            times += [self.now + left / self.speed[place] for place, left in self.works.items()]
+            self._advance(min(times))
             for route in [r for r in self.flowing if self.messages[r].left_bytes <= 1e-6]:
                 self._arrived(route)
-            for place in [p for p, left in self.works.items() if left <= 0.0]:
-                self._end_row(*place)
+            for device, number in [p for p, left in self.works.items() if left <= 0.0]:
+                del self.works[device, number]
+                self._computed(device, number, self.now)
+                if device in self.saved and (device, MAIN + SUMS - number) not in self.works:
+                    self.saved[device].rest(self.now)
+                self.ready.append((device, number))
             while self.starts and self.starts[0][0] <= self.now + 1e-15:
                 self._flow(heapq.heappop(self.starts)[2])
             while self.late and self.late[0][0] <= self.now + 1e-15:
@@ -255,12 +262,6 @@ class _Play:
             for device in pair:
                 use[device] += cost[device] * rate if cost[device] else 0.0
         return each, use
-
-    def _next_s(self) -> float:
-        times = [queue[0][0] for queue in (self.starts, self.late) if queue]
-        times += [self.now + self.messages[r].left_bytes / self.rate[r] for r in self.flowing]
-        times += [self.now + left / self.speed[place] for place, left in self.works.items()]
-        return min(times)
 
     def _advance(self, time_s: float) -> None:
         passed_s = time_s - self.now
@@ -325,14 +326,6 @@ class _Play:
         self.events.append(Event(device, "compute", work.label, lane.since_s, at_s, work.step))
         lane.at += 1
         lane.since_s = at_s
-
-    def _end_row(self, device: int, number: int) -> None:
-        """End a lane's row of computations."""
-        del self.works[device, number]
-        self._computed(device, number, self.now)
-        if device in self.saved and (device, MAIN + SUMS - number) not in self.works:
-            self.saved[device].rest(self.now)
-        self.ready.append((device, number))
 
     def _mark(self, device: int, key: Key) -> None:
         """Record that a condition holds, and resume the lanes that have no other condition to wait for."""

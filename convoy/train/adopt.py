@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer
 from torch.utils import data
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from convoy.checkpoint.run_folder import torch_dtype
 from convoy.checkpoint.tensors import ModelShards
@@ -20,7 +20,7 @@ from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described
 from convoy.runtime.shards import check_not_distributed, guard_state
 from convoy.train.loader import SHARED_MEMORY, Loader, end_workers
-from convoy.train.random_states import generators_in, read_states, restored, set_states
+from convoy.train.random_states import generators_in, read_states, set_states
 
 # --- the optimizer ---------------------------------------------------------------------------------------------------
 
@@ -92,9 +92,6 @@ class AdoptedLoader(Loader):
     Every device iterates over the DataLoader itself, so samplers, worker processes and random numbers in the data set do what
     they do on one device. At the start of each iteration all devices get device 0's random states: of torch, Python, NumPy, and
     of generators that the DataLoader, its sampler and its data set hold.
-
-    Raises:
-        InputError: an iterable-style data set, no batches, or a DistributedSampler, which splits samples itself.
     """
 
     def __init__(self, source: DataLoader[Any], model: Distributed | None) -> None:
@@ -316,14 +313,28 @@ def batch_size_of(source: DataLoader[Any]) -> int:
 
 
 def first_samples(source: DataLoader[Any]) -> Tensor:
-    """Return the inputs of a data set's first samples as a small batch, to get their shapes."""
+    """Return a batch shaped like the first inputs. A worker process loads them, because the data set may count its calls."""
     rows = [i % len(source.dataset) for i in range(2)]  # type: ignore[arg-type]
-    with restored(source):
-        batch = source.collate_fn([source.dataset[i] for i in rows])
-    x = batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else None
-    if not isinstance(x, Tensor):
-        raise InputError(
-            f"the data set's batches are no pairs (inputs, labels) of tensors but {type(batch).__name__}: give items "
-            "(tensor, label), or use convoy.distribute with a loader of your own"
-        )
-    return x
+
+    def form(loaded: Any) -> tuple[torch.Size, torch.dtype]:
+        batch = source.collate_fn(loaded)
+        x = batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else None
+        if not isinstance(x, Tensor):
+            raise InputError(
+                f"the data set's batches are no pairs (inputs, labels) of tensors but {type(batch).__name__}: give items "
+                "(tensor, label), or use convoy.distribute with a loader of your own"
+            )
+        return x.shape, x.dtype
+
+    options: Any = {"num_workers": 1, "multiprocessing_context": "fork", "timeout": 20.0}
+    if type(source.dataset) is TensorDataset and source.collate_fn is default_collate:
+        options = {}
+    once = DataLoader(source.dataset, 2, sampler=rows, collate_fn=form, generator=torch.Generator(), **options)
+    try:
+        shape, dtype = next(iter(once))
+    except Exception:  # such as images on a GPU, which a worker cannot read
+        generators, cpu = generators_in(source), torch.device("cpu")
+        states = read_states(generators, cpu)
+        shape, dtype = form([source.dataset[i] for i in rows])
+        set_states(states, generators, cpu)
+    return torch.zeros(shape, dtype=dtype)

@@ -84,10 +84,6 @@ class Loader:
         self.epoch, self.start = 0, 0
         self._position: tuple[int, int] | None = None  # epoch, and batches returned
         self._agreed = False  # with the other devices, on an epoch
-        self._check_data()
-
-    def _check_data(self) -> None:
-        """Raise InputError if samples draw from a generator that this loader does not seed."""
         if own := generators_in(self.dataset):
             raise InputError(
                 f"the data set has a random generator of its own (a {type(own[0]).__name__}), whose numbers would depend on "
@@ -104,10 +100,7 @@ class Loader:
         """Choose the epoch of the next iteration; without it, each iteration is the next epoch.
 
         Args:
-            start: the first batch; those before it are not loaded.
-
-        Raises:
-            InputError: the epoch has fewer batches.
+            start: the first batch, at most the length of the epoch; those before it are not loaded.
         """
         if start and not 0 <= start <= len(self):
             raise InputError(f"start {start} in an epoch of {len(self)} batches: give 0 to {len(self)}")
@@ -300,9 +293,8 @@ class _LocalBatches(Dataset[Any]):
         try:
             with own_random_numbers() if self.draws else nullcontext():
                 loaded = self._load(k, *self.rows.ranges[k])
-            if (
-                get_worker_info() is not None
-            ):  # torch shares tensors in a thread of the worker, which would hide an error
+            if get_worker_info() is not None:
+                # Torch shares tensors in a thread of the worker, which would hide an error.
                 for each in loaded:
                     each.share_memory_()  # type: ignore[no-untyped-call]
             return loaded

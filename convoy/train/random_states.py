@@ -2,9 +2,9 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import ModuleType
+from collections import deque
+from collections.abc import Callable
+from types import CellType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,11 @@ _KINDS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = 
 }
 """How to read and to set the state of a generator."""
 
-_DEPTH, _ITEMS = 6, 64
-"""How deep to look for generators, and the largest container to look into: transforms are in short lists."""
+_DEPTH, _ITEMS = 6, 64  # levels to look into, and items of the largest container: transforms are in short lists
 
 
 def generators_in(*roots: object) -> list[Any]:
-    """Return the random generators that objects hold, in attributes, short containers and closures."""
+    """Return the random generators that objects hold, in attributes, also of their classes, in containers and closures."""
     found: list[Any] = []
     seen = set[int]()
     level = list(roots)
@@ -38,11 +37,16 @@ def generators_in(*roots: object) -> list[Any]:
             seen.add(id(each))
             if isinstance(each, tuple(_KINDS)):
                 found.append(each)
-            elif isinstance(each, dict | list | tuple):
-                below += (each.values() if isinstance(each, dict) else each) if len(each) <= _ITEMS else ()
+            elif isinstance(each, dict | list | tuple | set | frozenset | deque):
+                items = each.values() if isinstance(each, dict) else each
+                if len(items) <= _ITEMS or isinstance(next(iter(items)), tuple(_KINDS)):
+                    below += items
             else:
                 below += getattr(each, "__dict__", {}).values()
-                below += [cell.cell_contents for cell in getattr(each, "__closure__", None) or ()]
+                for cls in type(each).__mro__:
+                    kinds = (*_KINDS, MemberDescriptorType) if "__slots__" in vars(cls) else tuple(_KINDS)
+                    below += [getattr(each, name, None) for name, v in vars(cls).items() if isinstance(v, kinds)]
+                below += [cell.cell_contents for cell in getattr(each, "__closure__", None) or () if cell != CellType()]
         level = below
     return found
 
@@ -64,14 +68,3 @@ def set_states(states: str, generators: list[Any], device: torch.device) -> None
 
 def _kind(generator: object) -> type:
     return next(kind for kind in _KINDS if isinstance(generator, kind))
-
-
-@contextmanager
-def restored(*roots: object) -> Iterator[None]:
-    """Restore the generators of the process, and those that these objects hold, after the block."""
-    generators, cpu = generators_in(*roots), torch.device("cpu")
-    states = read_states(generators, cpu)
-    try:
-        yield
-    finally:
-        set_states(states, generators, cpu)

@@ -1,6 +1,7 @@
 """A prepared DataLoader gives the batches of a plain one: order, random numbers, any sampler, also after a resume."""
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     TensorDataset,
+    default_collate,
 )
 
 import convoy
@@ -24,6 +26,7 @@ from convoy.checkpoint import Progress, load_checkpoint, save_checkpoint
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError
 from convoy.train.adopt import AdoptedLoader
+from convoy.train.random_states import generators_in
 from tests.support.loader_data import Plain
 from tests.support.small_script import ALONE, SPEEDS, images, net, seeded
 from tests.support.threads import run_on_threads
@@ -128,7 +131,28 @@ def doubled(make: Make) -> Iterator[Any]:
     yield from make(Doubling(images(), 5, shuffle=True))
 
 
-@pytest.mark.parametrize("loop", [zipped, restarted, twice_at_once, persistent, learning, sized, doubled])
+class Counting(Noisy):
+    """A data set with state: how often it was asked."""
+
+    calls = 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.calls += 1
+        x, y = super().__getitem__(index)
+        return x * self.calls, y
+
+
+def counted(make: Make) -> Iterator[Any]:
+    def collate(rows: list[Any]) -> Any:
+        calls.append(len(calls))
+        x, y = default_collate(rows)
+        return x + len(calls), y
+
+    calls: list[int] = []
+    yield from make(shuffled(Counting(3), collate_fn=collate))
+
+
+@pytest.mark.parametrize("loop", [zipped, restarted, twice_at_once, persistent, learning, sized, doubled, counted])
 def test_prepared_loader_gives_the_batches_of_a_plain_one(loop: Callable[[Make], Iterator[Any]]) -> None:
     def seen(make: Make) -> list[Any]:
         torch.manual_seed(7)
@@ -140,6 +164,22 @@ def test_prepared_loader_gives_the_batches_of_a_plain_one(loop: Callable[[Make],
         return convoy.prepare(net(), None, loader, plan="data", speeds=(1.0,), group=ALONE)[-1]
 
     assert seen(prepared) == seen(lambda loader: loader)
+
+
+class Slotted:
+    __slots__ = ("generator",)
+    of_class = np.random.default_rng(1)
+
+    def __init__(self) -> None:
+        self.generator = random.Random(2)
+
+
+def test_generators_are_found_in_slots_classes_and_containers() -> None:
+    held, many = Slotted(), [random.Random(i) for i in range(100)]
+    found = generators_in(deque([held]), lambda: (many, later))  # `later` is an empty cell
+    assert {*map(id, found)} == {id(each) for each in (held.generator, held.of_class, *many)}
+    if held is None:
+        later = 0
 
 
 def test_devices_draw_as_device_0() -> None:

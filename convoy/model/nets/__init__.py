@@ -20,14 +20,14 @@ ELSEWHERE = ("torchvision:NAME", "timm:NAME", "PACKAGE.MODULE:CALLABLE")
 
 
 def build_net(text: str, image: ImageShape, classes: int, seed: int = 0) -> nn.Module:
-    """Build a network by name, with weights from `seed`, which seeds torch's generator only.
+    """Build a network by name. `seed` determines its weights, through torch's CPU generator.
 
     Args:
         text: a net of `NETS` ("two-conv:150:800"), "torchvision:resnet18", "timm:convnext_tiny", or a user function that
             returns an nn.Module, as "my_package.my_module:build" (see `imported.py`).
 
     Raises:
-        InputError: unknown name (lists the choices), and the errors of `build_builtin` and `find_imported`.
+        InputError: the name is unknown (the message lists the choices); also see `build_builtin` and `find_imported`.
     """
     builtin = text.partition(":")[0] in NETS
     if not builtin and not is_packaged(text) and not names_callable(text):
@@ -39,10 +39,10 @@ def build_net(text: str, image: ImageShape, classes: int, seed: int = 0) -> nn.M
 
 
 def graph_of(text: str, image: ImageShape = (3, 32, 32), classes: int = 10) -> Graph:
-    """Return the graph of a network by name. It is built without weights if all kinds of layers are known.
+    """Return the graph of a network by name. If all kinds of layers are known, no weights are allocated.
 
     Raises:
-        InputError: as `build_net`.
+        InputError: see `build_net`.
     """
     if text.partition(":")[0] in NETS:
         return graph_without_weights(partial(build_builtin, text, image, classes), image)
@@ -53,7 +53,7 @@ def graph_of(text: str, image: ImageShape = (3, 32, 32), classes: int = 10) -> G
 
 
 def graph_without_weights(build: Callable[[], nn.Module], image: ImageShape) -> Graph:
-    """Return the graph of the network that `build` makes, on the meta device: without memory or random numbers."""
+    """Return the graph of the network that `build` returns, built on the meta device: without weights or random numbers."""
     with torch.device("meta"):
         model = build()
     return trace(model, torch.zeros(2, *image)).graph

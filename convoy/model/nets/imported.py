@@ -31,19 +31,18 @@ def is_packaged(text: str) -> bool:
 
 
 def find_imported(text: str, image: ImageShape, classes: int) -> Callable[[], nn.Module]:
-    """Return a function that makes an imported network. The package is imported now, before random numbers are seeded.
+    """Import the package, and return a function that makes the network. (An import must not change seeded random numbers.)
 
     Raises:
-        InputError: the package or module is missing or does not import, the name is unknown (suggests similar names), or
-            the function has other parameters. The result raises it if the function fails or returns no nn.Module, or if
-            the net does not give one number per class.
+        InputError: the package or module is missing or does not import, the name is unknown, or the function has other
+            parameters. The returned function raises it for a failure, no nn.Module, or not one output per class.
     """
     name = text.partition(":")[2]
     build = _find_in_package(text, image, classes) if is_packaged(text) else _find_own(text, image, classes)
 
     def make() -> nn.Module:
         with warnings.catch_warnings():
-            if is_packaged(text):  # warnings about the package's own code
+            if is_packaged(text):  # such warnings concern the package's own code
                 warnings.simplefilter("ignore", FutureWarning)
             model = build()
         if not isinstance(model, nn.Module):

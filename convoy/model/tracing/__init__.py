@@ -1,8 +1,8 @@
-"""Turn an nn.Module into a TracedModel: layer by layer where torch.fx can follow it, else with submodules kept whole.
+"""Turns an nn.Module into a TracedModel: layer by layer where torch.fx can follow it, else with submodules kept whole.
 
 `tracer.py` gets the calls from torch.fx; `node_values.py` evaluates them for two batch sizes; `layer_builder.py` makes the
-layers, with their kinds (`supported_layers.py`). `python_state.py` finds the values that code reads and that are not tensors;
-`trials.py` runs a layer that no rule splits, to learn how it must be computed.
+layers, with their kinds (`supported_layers.py`). `python_state.py` finds values other than tensors that code reads;
+`trials.py` runs a layer that no rule splits, to find out how it must be computed.
 """
 
 import operator
@@ -49,7 +49,7 @@ from convoy.model.tracing.trials import (
 __all__ = ["StateWatch", "TracedModel", "bind_operation", "disable_in_place", "register_layer", "trace", "unwrapped"]
 
 _MOST_SAMPLES = 8
-"""Samples, at most, with which a layer of the user's Python is called once."""
+"""The most samples in a trial call of a layer with user code."""
 
 
 def trace(
@@ -62,12 +62,11 @@ def trace(
             tensors whose first axis is the batch.
         example: one batch of each input; only shape and dtype matter.
         training: trace the model in training (dropout, batch statistics, auxiliary outputs) or in evaluation.
-        like: a trace of the same model in the other mode. One layer there is one layer here, so that both modes keep
-            parameters in the same layers.
+        like: a trace of the same model in the other mode. Calls that form one layer there also form one here, so that both
+            modes have the parameters in the same layers.
 
     Raises:
-        InputError: the model cannot be copied, does not run on the example, returns something else than tensors, or does
-            what no trace can repeat.
+        InputError: the model cannot be copied or traced, does not run on the example, or returns values other than tensors.
     """
     if isinstance(example, Mapping):
         raise InputError(
@@ -81,7 +80,7 @@ def trace(
     _check_parameters(inner)
     state = State(dict(inner.named_modules()))
     with TRACE_LOCK, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a model gives its own warnings when it is trained
+        warnings.simplefilter("ignore")  # the model's own warnings appear again in training
         before = state.forms()
         capture = _Capture(partial(_copied, inner, training), examples, like)
         traced = capture.run()
@@ -95,22 +94,22 @@ def trace(
         )
     if capture.overwrites and training:
         warnings.warn(
-            f"{type(inner).__name__} overwrites its input in forward; distributed, it leaves the tensors that it is given as "
-            "they are. Begin forward with x = x.clone(), and one device does so, too",
+            f"{type(inner).__name__} overwrites its input in forward; the distributed model does not change its input. Begin "
+            "forward with x = x.clone(), for the same behaviour on one device",
             stacklevel=2,
         )
     return traced
 
 
 def _copied(model: nn.Module, training: bool) -> nn.Module:
-    """Return a copy on the CPU, in training or evaluation, without the user's hooks: they must not see a trace's values."""
+    """Return a copy on the CPU, in training or evaluation mode, without the user's hooks, which must not run in a trace."""
     try:
         local = copied(model, shared_parameters(model))
         local = local if _is_on_meta(local) else local.cpu()
     except Exception as error:  # an attribute may raise anything when it is copied
         raise InputError(
-            f"{type(model).__name__} cannot be copied ({first_line(error)}): what is computed from parameters is no state "
-            "of a module; torch.nn.utils.parametrizations has forms that can be copied. Leave out attributes that "
+            f"{type(model).__name__} cannot be copied ({first_line(error)}): do not store tensors that are computed from "
+            "parameters in a module; use torch.nn.utils.parametrizations, which can be copied. Leave out attributes that "
             "copy.deepcopy refuses"
         ) from error
     for module in local.modules():
@@ -121,7 +120,7 @@ def _copied(model: nn.Module, training: bool) -> nn.Module:
                     del hooks[number]
         if kinds:
             module.register_forward_hook(lambda *_: None)
-    if not training or not local.training:  # frozen parts of a model in training stay as they are
+    if not training or not local.training:  # in a model that is training, submodules in evaluation mode stay so
         local.train(training)
     return local
 
@@ -147,8 +146,8 @@ def _check_parameters(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             raise InputError(
-                f"module {path or 'the model itself'!r} was made by torch.jit, which keeps its parameters to itself: "
-                "distribute the module that it was made of"
+                f"module {path or 'the model itself'!r} was made by torch.jit, which hides its parameters: "
+                "distribute the module from which it was made"
             )
 
 
@@ -157,7 +156,7 @@ def _is_on_meta(model: nn.Module) -> bool:
 
 
 def _with_hooks(model: nn.Module, traced: TracedModel, original: nn.Module) -> TracedModel:
-    """Compute every layer with hooks whole on every device, and never split a parameter with hooks."""
+    """Mark layers with hooks to be computed for the global batch, and layers whose parameters have hooks as never split."""
     keys = {key for key, p in original.named_parameters() if any(getattr(p, kind, None) for kind in ON_PARAMETERS)}
     layers = dict(traced.graph.layers)
     for name, layer in layers.items():
@@ -166,7 +165,7 @@ def _with_hooks(model: nn.Module, traced: TracedModel, original: nn.Module) -> T
         modules = [m for path in traced.operations[name].modules for m in model.get_submodule(path).modules()]
         kinds = [KINDS[kind] for m in modules for kind in hooked(m)] if layer.kind == "opaque" else []
         if kinds:
-            # Copies of random numbers would differ: then one device computes it.
+            # Random numbers would differ between devices, so one device computes such a layer.
             where = "one device computes it" if layer.random else "every device computes it for the global batch"
             reason = f"it has a {kinds[0]}, so {where}"
             layer = replace(layer, per_sample=False, everywhere=not layer.random, reason=reason)
@@ -175,15 +174,15 @@ def _with_hooks(model: nn.Module, traced: TracedModel, original: nn.Module) -> T
 
 
 class _Capture:
-    """One model in one mode while it becomes a trace.
+    """The tracing of one model in one mode, repeated until all modules that must stay whole are known.
 
     Args:
         copy: makes a copy of the model.
         like: see `trace`.
 
     Attributes:
-        model: the present copy. Forwards that are traced or tried may change its Python state, so each trace has a new one.
-        whole: path of a module that stays whole -> why.
+        model: the current copy. Tracing may change its Python state, so each trace gets a new copy.
+        whole: path of a module that stays whole -> the reason.
         overwrites: whether the model overwrites its inputs.
     """
 
@@ -227,7 +226,7 @@ class _Capture:
             return self._as_one_layer(str(reason))
 
     def _traced(self) -> tuple[TracedModel, Mapping[str, str]]:
-        """Return the trace, and path -> reason for further modules that must stay whole."""
+        """Return the trace, and for further modules that must stay whole: path -> reason."""
         nodes = nodes_of(self.model, self.meta, self.specs, self.whole)
         builder = LayerBuilder(self.model, self.meta, nodes, self.specs, self.together, self.elsewhere, self.samples)
         traced = builder.run()
@@ -235,7 +234,7 @@ class _Capture:
         opaque = [name for name, layer in traced.graph.layers.items() if layer.kind == "opaque"]
         if opaque and _is_on_meta(self.model):
             raise self._needs_weights(opaque[0])
-        # A trace sees through no module whose code names an attribute that another forward changes.
+        # A module must stay whole if its code may read an attribute that another forward changes.
         keys = {changed.strip("'").rpartition(".")[2] for changed in builder.changed.values() if changed}
         named = {path: State({path: self.model.get_submodule(path)}).names & keys for path in nodes.seen if keys}
         reads = "its forward reads {!r}, which another forward changes"
@@ -248,7 +247,7 @@ class _Capture:
         )
 
     def _as_one_layer(self, why: str) -> TracedModel:
-        """Return a trace of one layer, with a `pick` for each output where there are several."""
+        """Return a trace with the model as one layer, and a `pick` layer for each output if there are several."""
         model = self.model
         inputs = {f"input{i}" if i else "input": spec for i, spec in enumerate(self.specs)}
         layers = {n: Layer(n, "input", (), shape, dtype=dtype_name(dtype)) for n, (shape, dtype) in inputs.items()}
@@ -259,7 +258,7 @@ class _Capture:
         operation = Operation("module", "", tuple(Ref(i) for i in range(len(inputs))))
         if several:
             form = _result_form(values[0], count())
-            shapes = [t.shape for t in outputs] if given.own else None  # found for this number of samples alone
+            shapes = [t.shape for t in outputs] if given.own else None  # known for this number of samples only
             flat = Operation("function", partial(_flat, type(model).__name__, repr(form), shapes), (Ref(len(inputs)),))
             target = Region((operation, flat), (True, True), (len(inputs) + 1,), several=False)
             operation = Operation("region", target, operation.args)
@@ -292,8 +291,8 @@ class _Capture:
     def _results(self) -> tuple[TrialInputs, list[Any], list[int], int]:
         """Call the model. Return inputs for another call, its results, their batch sizes, and FLOP per sample.
 
-        It is called on random batches of two sizes, which show what follows the batch; or on the example, where it takes no
-        others (films of 8 frames, lengths in descending order).
+        Call it on random batches of two sizes, to see which sizes depend on the batch size. If that fails, call it on the
+        example, because some models accept only certain inputs (videos of 8 frames, lengths in descending order).
         """
         own, samples = len(self.examples[0]), self.samples
         tried: list[list[Sequence[Tensor]]] = [
@@ -319,7 +318,7 @@ class _Capture:
     def _read_results(
         self, values: Sequence[Any], sizes: list[int]
     ) -> tuple[list[Tensor], list[tuple[int, ...] | None]]:
-        """Return the tensors of the first result, and their `Layer.batch_axes` (None: rows of the batch)."""
+        """Return the tensors of the first result, and for each its `Layer.batch_axes` (None: one row per sample)."""
         name = type(self.model).__name__
         small, *others = (tensors_of(value) for value in values)
         forms = {repr(_result_form(value, count())) for value in values}  # as text: NaN does not equal itself
@@ -334,7 +333,7 @@ class _Capture:
         pairs = list(zip(small, others[0], strict=True))
         if any(a.shape != b.shape and not across((a, b), tuple(sizes)) for a, b in pairs):
             raise InputError(
-                f"{name} returns a tensor whose size goes with the batch, but is not that of the batch: return one row per "
+                f"{name} returns a tensor whose size depends on the batch size, but does not equal it: return one row per "
                 "sample, one value for the batch, or a value for each pair of samples"
             )
         return small, [None if is_batched(pair, tuple(sizes)) else across(pair, tuple(sizes)) for pair in pairs]
@@ -370,10 +369,10 @@ class _Capture:
 
 
 def _flat(model: str, form: str, shapes: Sequence[torch.Size] | None, value: Any) -> list[Tensor]:
-    """Return the tensors that a model returned, and refuse other results than when it was distributed.
+    """Return the tensors in a model's result. Refuse a result of another form than when the model was distributed.
 
     Args:
-        shapes: of the tensors, where they may not follow the batch; None: any.
+        shapes: required shapes of the tensors; None: any.
     """
     found = tensors_of(value)
     if repr(_result_form(value, count())) != form:
@@ -390,7 +389,7 @@ def _flat(model: str, form: str, shapes: Sequence[torch.Size] | None, value: Any
 
 
 def _result_form(value: Any, number: Iterator[int]) -> Any:
-    """Return the model's result with `Ref(i)` for its tensor i."""
+    """Return the model's result with `Ref(i)` in place of its i-th tensor."""
 
     def each(values: Any) -> list[Any]:
         return [_result_form(v, number) for v in values]

@@ -1,4 +1,4 @@
-"""The user's hooks on models, and copies of models that share the parameters' memory."""
+"""Finds the user's hooks on models, and copies models, with or without sharing the parameters' memory."""
 
 import copy
 import functools
@@ -17,7 +17,7 @@ KINDS: Mapping[str, str] = {
     "_backward_pre_hooks": "full-backward-pre hook",
     "_backward_hooks": "backward hook",
 }
-"""The tables of hooks of a module, which stay the same objects -> the name of a hook in each."""
+"""Attribute of a module that holds hooks -> name of such a hook in messages."""
 ON_PARAMETERS: Mapping[str, str] = {
     "_backward_hooks": "hook",
     "_post_accumulate_grad_hooks": "post-accumulate-grad hook",
@@ -25,7 +25,7 @@ ON_PARAMETERS: Mapping[str, str] = {
 
 
 def on_weights(hook: Any) -> bool:
-    """Return whether a hook is one of torch's own that compute a weight, or of Convoy's: they read no sample."""
+    """Return whether a hook belongs to torch.nn.utils (it computes a weight) or to Convoy; such hooks read no samples."""
     return type(hook).__module__.startswith(("torch.nn.utils", "convoy.runtime"))
 
 
@@ -35,10 +35,10 @@ def hooked(module: nn.Module) -> list[str]:
 
 
 def copied(model: nn.Module, tensors: Mapping[int, Any] | None = None) -> nn.Module:
-    """Return a deep copy with the user's own hooks: an object that records what its hook sees is not copied.
+    """Return a deep copy with the user's original hook objects, so that an object that records values is not copied.
 
     Args:
-        tensors: id of a parameter or buffer -> the tensor that replaces it in the copy; None: copies.
+        tensors: id of a parameter or buffer -> the tensor that replaces it in the copy; None: copy all.
     """
 
     def owners(hook: Any) -> Iterator[Any]:
@@ -56,7 +56,7 @@ def copied(model: nn.Module, tensors: Mapping[int, Any] | None = None) -> nn.Mod
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on the meta device: no number is copied."""
+    """Return a copy of a model on the meta device, without copying numbers."""
     memo: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
     for p in model.parameters():
         memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
@@ -69,14 +69,14 @@ def shared_copy(model: nn.Module) -> nn.Module:
 
 
 def shared_parameters(model: nn.Module) -> dict[int, Any]:
-    """Return id -> parameter for such a copy: a memo for `copy.deepcopy`."""
+    """Return a memo for `copy.deepcopy` (id -> parameter), with which the copy's parameters share memory."""
     plain = (p for p in model.parameters() if type(p) is nn.Parameter)
     return {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in plain}
 
 
 @contextmanager
 def written(tensors: Iterable[Tensor]) -> Iterator[Callable[[], bool]]:
-    """Give tensors other memory inside the block, so that calls do not write to theirs. Yield a function: did they write?"""
+    """Swap in copies of the tensors' memory inside the block. Yield a function that returns whether a copy was written to."""
     held = [(t, t.data) for t in {id(t): t for t in tensors}.values()]
     for t, data in held:
         t.data = data.clone()
@@ -85,18 +85,18 @@ def written(tensors: Iterable[Tensor]) -> Iterator[Callable[[], bool]]:
     finally:
         for t, data in held:
             if not t.is_leaf:
-                t.detach_()  # a buffer that took in a tensor with a gradient
+                t.detach_()  # a buffer into which a tensor with a gradient was written
             t.data = data
 
 
 def release(model: nn.Module) -> None:
-    """Let go of the parameters of a copy without users, which may be in a reference cycle until Python collects it."""
+    """Free the parameters of an unused copy now, because it may be in a reference cycle until Python collects it."""
     for p in model.parameters():
         p.data = p.detach().new_empty(0)
 
 
 def timed_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of a model whose layers are to be timed.
+    """Return a copy of a model for timing its layers.
 
     Raises:
         InputError: the model is on the meta device.

@@ -1,4 +1,4 @@
-"""Side effects of the nodes of a trace: writing in place, drawing random numbers, counting batches."""
+"""Finds side effects of the nodes of a trace: writing in place, drawing random numbers, counting batches."""
 
 import inspect
 from typing import Any
@@ -24,7 +24,7 @@ def called(node: fx.Node) -> str:
 
 
 def has_effect(model: nn.Module, node: fx.Node) -> bool:
-    """Return whether a node must stay in a trace though nobody reads its result."""
+    """Return whether a node must stay in a trace even if its result is unused."""
     if node.op in ("placeholder", "output") or "out" in node.kwargs:
         return True
     return (mutates(model, node) or unsupported_in_place(node)) and written(node) is None
@@ -40,7 +40,7 @@ def written(node: fx.Node) -> fx.Node | None:
 
 
 def counted_norm(model: nn.Module, node: fx.Node) -> str | None:
-    """Return the path of the batch norm whose `num_batches_tracked` a call counts up by one, as torch's own forward does."""
+    """Return the path of the batch norm whose `num_batches_tracked` a call increments, as torch's forward does; else None."""
     held = node.args[0] if called(node) in ("add_", "iadd") and node.args[1:] == (1,) and not node.kwargs else None
     path, _, name = str(held.target).rpartition(".") if isinstance(held, fx.Node) else ("", "", "")
     return path if name == "num_batches_tracked" and isinstance(model.get_submodule(path), _BatchNorm) else None
@@ -56,7 +56,7 @@ def mutates(model: nn.Module, node: fx.Node) -> bool:
 
 
 def unsupported_in_place(node: fx.Node) -> bool:
-    """Return whether a call works in place and has no out-of-place form in `IN_PLACE`: `x.zero_()`, say."""
+    """Return whether a call works in place and has no out-of-place form in `IN_PLACE`, such as `x.zero_()`."""
     name = called(node)
     if node.op not in ("call_function", "call_method") or name in IN_PLACE:
         return False
@@ -64,9 +64,9 @@ def unsupported_in_place(node: fx.Node) -> bool:
 
 
 def batch_norm_of(model: nn.Module, node: fx.Node) -> str | None:
-    """Return the path of the batch norm that a call of `F.batch_norm` computes exactly, or None.
+    """Return the path of the batch norm module that a call of `F.batch_norm` computes exactly, or None.
 
-    So a subclass of torch's batch norm with an activation in its forward (timm's `BatchNormAct2d`) becomes two layers.
+    With it, a batch norm with an activation in its forward (timm's `BatchNormAct2d`) becomes two layers.
     """
     if node.op != "call_function" or node.target is not nn.functional.batch_norm:
         return None
@@ -89,7 +89,7 @@ def batch_norm_of(model: nn.Module, node: fx.Node) -> str | None:
 
 
 def draws_random(node: fx.Node) -> bool:
-    """Return whether a function or method draws random numbers: noise, or a dropout that is switched on."""
+    """Return whether a function or method draws random numbers: noise, or active dropout."""
     name = called(node)
     if name == "scaled_dot_product_attention":
         return bool(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0))

@@ -1,4 +1,4 @@
-"""Build the layers of a traced forward: one for every tensor, or for every region of odd calls."""
+"""Builds the layers of a traced forward: one for every tensor, or for every region of odd calls (`node_values.py`)."""
 
 import functools
 import operator
@@ -45,13 +45,13 @@ from convoy.model.tracing.trials import (
 
 
 class LayerBuilder:
-    """The layers of a model, built in one pass over its nodes.
+    """A builder of a model's layers, in one pass over its nodes.
 
     Args:
         meta: a copy of the model on the meta device.
-        together: keys of parameters that belong to one layer in another mode.
-        elsewhere: layer that changes state -> whether every device calls it, of the other mode: both must agree.
-        samples: number of samples with which a layer of the user's Python is called once.
+        together: sets of parameter keys that belong to one layer in the other mode.
+        elsewhere: layer that changes state -> whether every device calls it in the other mode; both modes must agree.
+        samples: number of samples in the trial call of a layer with user code.
 
     Attributes:
         changed: layer -> the Python state that it changes.
@@ -73,7 +73,7 @@ class LayerBuilder:
         self.changed: dict[str, str] = {}
         self._norms = {node: path for node in traced.nodes if (path := batch_norm_of(model, node)) is not None}
         self._names: dict[fx.Node, str] = {}
-        self._items: dict[fx.Node, tuple[str, Sequence[int]]] = {}  # of several tensors: the layer, and which it gives
+        self._items: dict[fx.Node, tuple[str, Sequence[int]]] = {}  # node with several tensors -> layer, output indices
         self._shown: dict[str, Any] = {}  # layer -> its value for the smaller batch
         self._layers: dict[str, Layer] = {}
         self._operations: dict[str, Operation] = {}
@@ -120,7 +120,7 @@ class LayerBuilder:
         return {self._keys[f"{node.target}.{key}"] for key, _ in module.named_parameters()}
 
     def _emit(self, node: fx.Node, above: list[list[fx.Node]]) -> None:
-        """Build the layer of a node, or of its region, after those that it reads."""
+        """Build the layer of a node, or of its region, after the layers that it reads."""
         if node in self._done or node.op == "output":
             return
         group = self._members.get(node, [node])
@@ -137,7 +137,7 @@ class LayerBuilder:
         self._done.update(group)
 
     def _is_inside(self, node: fx.Node) -> bool:
-        """Return whether only batch norms, or one region, read a parameter or buffer: it belongs to their layers then."""
+        """Return whether only batch norms, or one region, read a parameter or buffer. Then it belongs to their layers."""
         if node.op != "get_attr" or not node.users:
             return False
         first, *others = (self._members.get(user) for user in node.users)
@@ -170,7 +170,7 @@ class LayerBuilder:
             self._items[node] = (name, range(len(self.values[node][0])))
 
     def _pick(self, node: fx.Node, name: str, items: Sequence[int]) -> None:
-        """Pick `outputs[i]`, which is one tensor, or `outputs[i:j]`, which is fewer of them."""
+        """Handle `outputs[i]` (one tensor) or `outputs[i:j]` (several tensors)."""
         index = node.args[1]
         if isinstance(index, slice) and not any(isinstance(a, fx.Node) for a in (index.start, index.stop, index.step)):
             self._items[node] = (name, items[index])
@@ -180,7 +180,7 @@ class LayerBuilder:
             raise Untraceable(f"{node.name} picks by something else than a number", node.meta["where"])
 
     def _item(self, name: str, item: int, of_batch: Pair | None = None) -> str:
-        """Return the layer that picks one tensor of a layer's output; `of_batch`: its values if it has no rows."""
+        """Return the layer that picks one tensor of a layer's output. `of_batch`: its values if they are not per sample."""
         picked = f"{name}[{item}]"
         if picked not in self._layers:
             source, small = self._layers[name], self._shown[name][item]
@@ -195,7 +195,7 @@ class LayerBuilder:
         return picked
 
     def _add_region(self, group: Sequence[fx.Node]) -> None:
-        """Build one layer for the calls of a region, with the values that leave it as its outputs."""
+        """Build one layer from the calls of a region. Its outputs are the values that other layers read."""
         values = self.values
         refs, calls = list[str](), list[fx.Node]()
         for node in group:
@@ -243,7 +243,7 @@ class LayerBuilder:
             self._names[node] = self._item(name, i, of_batch) if several else name
 
     def _arguments(self, node: fx.Node, refs: list[str], at: dict[fx.Node, Ref]) -> tuple[Any, Any]:
-        """Return the arguments with placeholders. `refs`, the names of the layers read so far, grows; `at`: the region."""
+        """Return a call's arguments with placeholders. Add the layers that it reads to `refs`; `at`: values in its region."""
 
         def lower(n: fx.Node) -> Any:
             n = self.values.reads[node][n]
@@ -255,7 +255,7 @@ class LayerBuilder:
         return fx.node.map_arg(given, lower)
 
     def _lowered(self, n: fx.Node, ref: Callable[[str], Ref], at: Mapping[fx.Node, Ref] = MappingProxyType({})) -> Any:
-        """Return what stands for a value from outside among the arguments of a call."""
+        """Return the placeholder, or the constant, for a node's value from outside the region."""
         if is_form(n):
             assert callable(n.target)
 
@@ -298,7 +298,7 @@ class LayerBuilder:
         return None if path is None else self.model.get_submodule(path)
 
     def _known(self, node: fx.Node, operation: Operation, layer: Layer) -> Known:
-        """Return the kind of a layer, and where it may be cut."""
+        """Return the kind of a layer, and its possible cuts."""
         if node.op in ("placeholder", "get_attr"):
             return Known("input" if node.op == "placeholder" else "parameter")
         if node in self._norms:
@@ -332,7 +332,7 @@ class LayerBuilder:
         return result
 
     def _with_shape(self, node: fx.Node, layer: Layer) -> Layer:
-        """Add dtype, shape per sample, and whether there is a batch axis."""
+        """Return the layer with its dtype, shape per sample, and whether it has a batch axis."""
         small, large = self.values[node]
         first = tensors_of(small)[0]
         layer = replace(
@@ -347,13 +347,13 @@ class LayerBuilder:
         return replace(layer, shape=tuple(first.shape[1:] if batched else first.shape), batched=batched)
 
     def _with_samples(self, node: fx.Node, operation: Operation, layer: Layer, found: Known) -> Layer:
-        """Add whether the layer draws random numbers, and whether its samples depend on each other."""
+        """Return the layer, with the information whether it draws random numbers and whether samples are independent."""
         module = self._module(node)
         random = draws_random(node) if module is None else node not in self._norms and has_dropout(module)
         layer = replace(layer, random=random)
         counts = mentions_batch((operation.args, dict(operation.kwargs)))
         if counts and found.operation is None and layer.kind not in ("opaque", "flatten", "cat"):
-            # A number computed from the batch size means the global batch, not this device's samples.
+            # A number computed from the batch size refers to the global batch, not to this device's samples.
             layer = replace(layer, kind="opaque", cuts=(), groups=1)
         if found.whole_batch:
             return replace(layer, per_sample=False, reason=f"{found.whole_batch}, so it runs whole on one device")
@@ -379,11 +379,11 @@ class LayerBuilder:
         mixes: bool = False,
         registered: bool = False,
     ) -> Layer:
-        """Run an opaque layer on random numbers, and return it with the ways in which it may be computed.
+        """Run an opaque layer on random numbers, to find out whether it needs the global batch. Return it with the result.
 
         Args:
-            mixes: it certainly looks at several samples.
-            registered: it was registered as one that treats samples alike.
+            mixes: whether it is known to combine several samples.
+            registered: whether it was registered as a layer with independent samples.
         """
         if not layer.batched:
             return replace(layer, reason="it has no batch axis, so every device makes it")
@@ -398,7 +398,7 @@ class LayerBuilder:
         if mixes:
             return replace(layer, per_sample=False, reason=f"{why}; so it runs whole on one device")
         if layer.random and not modules:
-            # No two calls agree, so none can show whether samples are independent. These functions draw for each entry.
+            # Random results cannot show whether samples are independent; but these functions draw separately for each entry.
             return replace(layer, reason=why)
         found = per_sample(self.model, operation, self._precise, inputs, modules)
         if found.overwrites:
@@ -417,10 +417,10 @@ class LayerBuilder:
 
 
 def whole(layer: Layer, seen: Observation, why: str, elsewhere: Mapping[str, bool]) -> Layer:
-    """Return the layer with the global batch as its input, because its Python is not known.
+    """Return the layer marked as computed for the global batch, because its Python code is unknown.
 
-    If it changes Python state, every device calls it, so that all have the same state. With random numbers inside, copies
-    would differ: then one device calls it, and its state must not change.
+    If it changes Python state, every device calls it, so that all have the same state. If it draws random numbers, which would
+    differ between devices, one device calls it, and its state must not change.
     """
     random = layer.random or seen.draws or bool(seen.hidden)
     changes = bool(seen.changes or seen.hidden) or layer.name in elsewhere
@@ -441,7 +441,7 @@ def _ref(refs: list[str], name: str) -> Ref:
 
 
 def canonical_keys(model: nn.Module) -> dict[str, str]:
-    """Return state_dict key -> the first key of the same tensor (tied weights share one)."""
+    """Map each state_dict key to the first key of the same tensor (tied weights have several keys)."""
     first: dict[int, str] = {}
     rows = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {key: first.setdefault(id(tensor), key) for key, tensor in rows}
@@ -457,11 +457,11 @@ def _regions(
     values: NodeValues,
     together: Sequence[Collection[fx.Node]],
 ) -> list[list[fx.Node]]:
-    """Group nodes into regions. All readers of a value that cannot pass between layers join its region.
+    """Group nodes into regions. All readers of a value that cannot be passed between layers join its region.
 
     Args:
         reads: node -> the nodes whose tensors, or odd numbers, it reads.
-        together: nodes that must be in one region for another reason.
+        together: groups of nodes that must be in one region for another reason.
 
     Raises:
         Untraceable: an odd value is an input or an output of the model.
@@ -484,12 +484,12 @@ def _regions(
         found = {id(g): g for g in groups.values() if len(g) > 1 or not odd.keys().isdisjoint(g)}
         for group in found.values():
             for node in group.copy():
-                # No region gives a value that is several tensors.
+                # A region cannot output a value that consists of several tensors.
                 small = values[node][0] if node.op != "output" else None
                 if isinstance(small, tuple | list) and tensors_of(small):
                     _unite(groups, [node, *users[node]])
             current = groups[next(iter(group))]
-            # The nodes on the way from one node of the group to another.
+            # The nodes on paths between two nodes of the group.
             places = [order[node] for node in current]
             between = nodes[min(places) : max(places) + 1]
             after, ahead = set(current), set(current)

@@ -1,7 +1,7 @@
-"""Evaluate the nodes of a trace for two batch sizes, on the meta device.
+"""Evaluates the nodes of a trace for two batch sizes, on the meta device.
 
-Comparing the two shows which extents and numbers follow the batch size, and which values can pass from layer to layer: rows
-of the batch, and values that do not depend on it. The others are *odd*.
+Comparing the two shows which lengths and numbers depend on the batch size, and which values can be passed between layers:
+tensors with one row per sample, and values that do not depend on the batch. All other values are *odd*.
 """
 
 import functools
@@ -28,11 +28,11 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 BATCHES = (2, 3)
 
 Pair = tuple[Any, Any]
-"""A value for each of `BATCHES`."""
+"""A node's two values, one for each batch size in `BATCHES`."""
 
 
-class Untraceable(Exception):  # noqa: N818 - it ends one way of tracing, not the program
-    """A module that cannot be traced into layers and stays whole; the text says why.
+class Untraceable(Exception):  # noqa: N818 - it ends one attempt to trace, not the program
+    """The error if a module cannot be traced into layers, so that it stays whole. The text gives the reason.
 
     Attributes:
         where: path of the module; "" is the model itself.
@@ -56,7 +56,7 @@ def call_node(node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def _evaluate(node: fx.Node, meta: nn.Module, attribute: Callable[[str], Any], value: Callable[[fx.Node], Any]) -> Any:
-    """Return the value of a node on the meta device, where the model is `meta`."""
+    """Return the value of a node on the meta device, with `meta` as the model."""
     if node.op == "get_attr":
         held = attribute(str(node.target))
         return held.to("meta") if isinstance(held, Tensor) else held
@@ -76,13 +76,13 @@ def _evaluate(node: fx.Node, meta: nn.Module, attribute: Callable[[str], Any], v
 
 
 class Sizes:
-    """Sizes and numbers that a forward may ask for while it is traced.
+    """The sizes and numbers that a forward may read while it is traced.
 
-    Nodes are evaluated when they are asked for. A value is returned where both batch sizes agree on it, unless it was computed
-    from the batch size (`n // 2` may be equal for both), from numbers in tensors, or from the device.
+    Nodes are evaluated on demand. A value is known if it is equal for both batch sizes, unless it was computed from the batch
+    size (`n // 2` may be equal for both), from numbers in tensors, or from the device.
 
     Attributes:
-        evaluating: a node is being evaluated; calls are no part of the trace then.
+        evaluating: whether a node is being evaluated; then calls are not part of the trace.
     """
 
     def __init__(self, model: nn.Module, meta: nn.Module) -> None:
@@ -97,7 +97,7 @@ class Sizes:
         self._pairs[node] = (small, large)
 
     def pair(self, node: fx.Node) -> Pair | None:
-        """Return the values of a node; None where they depend on numbers in tensors."""
+        """Return the values of a node; None if they depend on numbers in tensors."""
         waiting = [node]
         while waiting:
             missing = [n for n in waiting[-1].all_input_nodes if n not in self._pairs]
@@ -111,7 +111,7 @@ class Sizes:
         return self._pairs[node]
 
     def shape(self, node: fx.Node) -> tuple[int | None, ...] | None:
-        """Return the shape of a tensor with None for extents that follow the batch; None if it is not known."""
+        """Return the shape of a tensor, with None for lengths that depend on the batch size; None if it is unknown."""
         pair = self.pair(node)
         if pair is None or not all(isinstance(t, Tensor) for t in pair) or node in self._counted:
             return None
@@ -121,14 +121,14 @@ class Sizes:
         return tuple(a if a == b else None for a, b in zip(small, large, strict=True))
 
     def number(self, node: fx.Node) -> Any:
-        """Return a number, text or None that depends only on the model and the shape of its inputs, or raise LookupError."""
+        """Return a number, string or None that depends only on the model and its inputs' shapes, else raise LookupError."""
         pair = self.pair(node)
         if pair is None or node in self._counted or not isinstance(pair[0], _PLAIN) or pair[0] != pair[1]:
             raise LookupError(node.name)
         return pair[0]
 
     def length(self, node: fx.Node) -> int | None:
-        """Return the number of items of a value; None if it is not known, or follows the batch."""
+        """Return the number of items of a value; None if it is unknown, or depends on the batch size."""
         pair = self.pair(node)
         if pair is None or node in self._counted or not all(isinstance(v, Tensor | tuple | list) for v in pair):
             return None
@@ -167,14 +167,14 @@ class Sizes:
 
 
 _OF_AUTOGRAD = ("requires_grad", "grad_fn", "is_leaf", "grad")
-"""Attributes that say whether gradients are wanted: every call may have another answer."""
+"""Attributes that depend on whether gradients are required, which may differ between calls."""
 _OF_DEVICES = {
     "type": ("cpu", "cuda"),
     "is_cuda": (False, True),
     "is_cpu": (True, False),
     "is_meta": (False, False),
 }
-"""Attributes that depend on the device, with answers that differ: they decide nothing."""
+"""Attributes that depend on the device -> two different values, so that a trace cannot branch on them."""
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 
 
@@ -182,11 +182,11 @@ class NodeValues:
     """The values of the nodes visited so far, as pairs: one for each of `BATCHES`.
 
     Attributes:
-        odd: node -> why its value cannot pass from layer to layer.
-        of_batch: odd nodes with one value of the global batch (a loss), which the model may return.
-        mixing: nodes that certainly look at several samples: their layer needs the global batch.
+        odd: node -> why its value cannot be passed between layers.
+        of_batch: odd nodes with one value for the global batch (a loss), which the model may return.
+        mixing: nodes that combine several samples, so that their layer needs the global batch.
         overwrites: whether the model overwrites its inputs.
-        reads: node -> argument -> the node that holds its value; in-place calls may have overwritten the argument.
+        reads: node -> argument -> the node with the argument's current value, after in-place calls.
         flop: node -> FLOP per sample.
     """
 
@@ -218,7 +218,7 @@ class NodeValues:
             return
         reads = list(self.reads[node].values())
         self._order[node] = len(self._order)
-        # A trace replaces overwritten tensors by new ones: a read under an older name would be wrong.
+        # A trace replaces overwritten tensors by new ones, so reading them under an older name would be wrong.
         for n in reads:
             for t in tensors_of(self[n][0]):
                 if self._written.get(_storage(t), -1) > self._order[n] and n not in self.odd:
@@ -229,7 +229,7 @@ class NodeValues:
         given = [(t, t._version) for n in reads for value in self[n] for t in tensors_of(value)]
         self._pairs[node] = pair = self._evaluated(node)
         if not mutates(self.model, node) and not unsupported_in_place(node):
-            # A module that stays whole, or a call with out=, may write into what it is given.
+            # A module that stays whole, or a call with out=, may write into its arguments.
             self._written |= {_storage(t): self._order[node] for t, version in given if t._version != version}
         if any(n in self._of_data for n in reads):
             self._of_data.add(node)
@@ -285,13 +285,13 @@ class NodeValues:
         return self.constants[path] if path in self.constants else operator.attrgetter(path)(self.meta)
 
     def constant(self, node: fx.Node) -> Any:
-        """Return a number in the trace: constant, or a multiple of the batch size."""
+        """Return the value of a node without tensors: a constant, or a multiple of the batch size."""
         if tensors_of(self[node][0]):
             raise Untraceable(f"{node.name} is a tensor inside another layer", node.meta["where"])
         return _folded(*self[node])
 
     def passes_gradient(self, node: fx.Node) -> bool:
-        """Return whether gradients flow through a node: not for integers, `x.detach()`, or under torch.no_grad()."""
+        """Return whether gradients flow through a node. They do not for integers, `x.detach()`, or under torch.no_grad()."""
         if node.meta["no_grad"]:
             return False
         floating = any(is_floating(t) for t in tensors_of(self[node][0]))
@@ -311,7 +311,7 @@ class NodeValues:
             return True
 
     def _write(self, node: fx.Node, target: fx.Node) -> None:
-        """Record that a call writes into the tensor that `target` gave. Refuse tensors with a second name."""
+        """Record that a call writes into the output of `target`. Refuse tensors that are known under a second name."""
         where = node.meta["where"]
         if target in self._of_data:
             raise Untraceable(f"{node.name} overwrites a tensor that was computed from numbers", where)
@@ -327,13 +327,13 @@ class NodeValues:
             self._written[_storage(t)] = self._order[node]
 
     def _latest(self, node: fx.Node) -> fx.Node:
-        """Return the node that holds the current value of `node`: a later in-place call may have overwritten it."""
+        """Return the node with the current value of `node`, which a later in-place call may have overwritten."""
         while node in self._overwritten:
             node = self._overwritten[node]
         return node
 
     def _oddness(self, node: fx.Node, pair: Pair, reads: Sequence[fx.Node]) -> str:
-        """Return why a value cannot pass from layer to layer; "" where it can."""
+        """Return why a value cannot be passed between layers; "" if it can."""
         small, large = pair
         odd = next((self.odd[n] for n in reads if n in self.odd), "")
         tensors = tensors_of(small)
@@ -385,7 +385,7 @@ class NodeValues:
         return odd or f"{node.name} has no batch axis and computes with the size of the batch"
 
     def _odd_number(self, node: fx.Node, pair: Pair, reads: Sequence[fx.Node]) -> str:
-        """Find numbers that are not linear in the batch size: two sizes prove nothing about `n // 2` or `min(n, 64)`."""
+        """Return why a number is odd: it is not linear in the batch size, like `n // 2` or `min(n, 64)`. Else return ""."""
         try:
             _folded(*pair)
         except ValueError:
@@ -396,7 +396,7 @@ class NodeValues:
         following = [n for n in numbers if mentions_batch(_folded(*self[n]))]
         if not following:
             return ""
-        # getitem and getattr look into a shape, add joins two; one factor of a product may follow the batch, not both.
+        # getitem and getattr read from a shape, add joins two shapes, and one factor of a product may be the batch size.
         linear = called(node) in ("getitem", "getattr", "mul", "numel") and len(following) == 1
         joined = called(node) == "add" and isinstance(pair[0], tuple)
         if not (linear or joined) or (called(node) == "getitem" and following[0] is not reads[0]):
@@ -413,13 +413,13 @@ def _storage(t: Tensor) -> int:
 
 
 def is_form(node: fx.Node) -> bool:
-    """Return whether a node makes a named tuple or a dataclass: no layer, but the form of a result."""
+    """Return whether a node makes a named tuple or a dataclass, which is part of a result but no layer."""
     made = node.target
     return node.op == "call_function" and isinstance(made, type) and (hasattr(made, "_fields") or is_dataclass(made))
 
 
 def is_batched(pair: tuple[Any, Any], sizes: tuple[int, ...] = BATCHES) -> bool:
-    """Return whether two evaluations differ exactly in their first axis, as the batch sizes do."""
+    """Return whether the first axis is the batch size in both evaluations, and all other axes are equal."""
     small, large = pair
     if not (isinstance(small, Tensor) and isinstance(large, Tensor)) or small.dim() == 0 or small.dim() != large.dim():
         return False
@@ -427,7 +427,7 @@ def is_batched(pair: tuple[Any, Any], sizes: tuple[int, ...] = BATCHES) -> bool:
 
 
 def across(pair: tuple[Any, Any], sizes: tuple[int, ...] = BATCHES) -> tuple[int, ...]:
-    """Return the axes along which two evaluations differ as the batch sizes do; () if one differs otherwise."""
+    """Return the axes whose length is the batch size in both evaluations; () if another axis differs."""
     small, large = pair
     if small.dim() != large.dim():
         return ()
@@ -437,12 +437,12 @@ def across(pair: tuple[Any, Any], sizes: tuple[int, ...] = BATCHES) -> tuple[int
 
 
 def without_batch(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of a value of the global batch as a `Layer` holds it."""
+    """Return `Layer.shape` for a value of the global batch, with 1 for the batch axes."""
     return tuple(1 if axis in axes else extent for axis, extent in enumerate(shape))
 
 
 def mentions_batch(arg: Any) -> bool:
-    """Return whether arguments of a call hold the size of the batch."""
+    """Return whether arguments of a call contain the batch size."""
     match arg:
         case tuple() | list():
             return any(mentions_batch(a) for a in arg)
@@ -454,7 +454,7 @@ def mentions_batch(arg: Any) -> bool:
 
 
 def _folded(small: Any, large: Any) -> Any:
-    """Return one value for both batch sizes, or raise ValueError if they do not differ as the sizes do."""
+    """Combine the values for both batch sizes: a constant or a multiple of the batch size. Otherwise raise ValueError."""
     if isinstance(small, tuple | list):
         return tuple(_folded(a, b) for a, b in zip(small, large, strict=True))
     if isinstance(small, torch.device):

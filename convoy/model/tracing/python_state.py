@@ -1,7 +1,7 @@
-"""Python state: the values, other than tensors, that the code of modules reads, and whether they have changed.
+"""Finds Python state (values other than tensors that modules' code reads), and detects changes of it.
 
-torch.fx runs a forward once and keeps the values that Python had then. So a forward that changes such a value, or reads one
-that cannot be compared, is not traced through. Values that a trace has read are compared again before every step.
+torch.fx runs a forward once, and fixes the values that Python had then. So a forward that changes such a value, or reads one
+that cannot be compared, is not traced: its module stays whole. Values read by a trace are compared again before every step.
 """
 
 import functools
@@ -29,7 +29,7 @@ from convoy.model.operation import Operation, Region
 from convoy.model.tracing.supported_layers import has_hooks, replaced_by_hand
 
 REGISTERED = " (parameters, buffers and submodules)"
-"""Ends the name of the value that lists these of a module."""
+"""The end of the name under which a module's lists of these are compared."""
 _OF_TORCH = frozenset(vars(nn.Module())) | {"training", "_flat_weights", "_flat_weight_refs"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, Enum, CodeType)
 _CONSTANT = (type, ModuleType, re.Pattern, range, slice, logging.Logger, logging.LoggerAdapter, np.dtype, np.generic)
@@ -46,17 +46,17 @@ _MISSING = "<nothing>"
 
 
 class Hidden(Exception):  # noqa: N818 - an answer, not an error
-    """A value whose state cannot be compared: a random generator, an iterator, an object of a C extension."""
+    """The signal that a value's state cannot be compared: a random generator, an iterator, an object of a C extension."""
 
 
 def form_of(value: Any, within: tuple[int, ...] = ()) -> Any:
-    """Return a value that is equal later exactly if `value`, with all values in it, is unchanged.
+    """Return a form of `value` for comparison. Two forms are equal exactly if the value, with all values in it, is unchanged.
 
     Args:
-        within: ids of the values that hold this one.
+        within: ids of the values that contain this one.
 
     Raises:
-        Hidden: it cannot be compared.
+        Hidden: the value cannot be compared.
     """
     if isinstance(value, _PLAIN):
         return (type(value).__name__, repr(value) if isinstance(value, float | complex) else value)  # NaN equals itself
@@ -84,7 +84,7 @@ def _form(value: Any) -> Any:
 
 
 def _inner(value: Any) -> list[tuple[Any, Any]]:
-    """Return the values inside one, with their names; none where it never changes. Raise Hidden if they cannot be read."""
+    """Return the names and values inside a value; none if it cannot change. Raise Hidden if they cannot be read."""
     if isinstance(value, _UNREADABLE) or hasattr(type(value), "__next__"):
         raise Hidden(f"a {type(value).__qualname__}")
     if isinstance(value, dict | MappingProxyType):
@@ -100,7 +100,7 @@ def _inner(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, BuiltinFunctionType):
         owner = value.__self__
         return [] if owner is None or isinstance(owner, type | ModuleType) else [("self", owner)]
-    if isinstance(value, nn.Module):  # one in a list, for example: it is no submodule
+    if isinstance(value, nn.Module):  # a module in a plain list, for example, which is no submodule
         return [(key, each) for key, each in vars(value).items() if key not in _OF_TORCH]
     top = type(value).__module__.partition(".")[0]
     if isinstance(value, _CONSTANT) or (top in ("torch", "numpy") and "random" not in type(value).__module__):
@@ -132,15 +132,15 @@ _ASKS = {"is_grad_enabled", "is_inference_mode_enabled", "is_inference"}
 
 @dataclass(frozen=True)
 class _Code:
-    """The names in some functions, and in those that they call.
+    """The names used in some functions, and in the functions that they call.
 
     Attributes:
-        names: of attributes and variables.
-        any: it may read attributes of its module by other names, too.
+        names: names of attributes and variables.
+        any: whether the code may read any attribute of its module (for example by getattr).
         outside: name -> getter of a value outside of modules: a global variable, an attribute of a class, a variable of an
             enclosing function.
-        clock: a clock or random source that is named, or "".
-        function: an autograd.Function that is named, or "".
+        clock: the name of a clock or random source in the code, or "".
+        function: the name of an autograd.Function in the code, or "".
     """
 
     names: frozenset[str] = frozenset()
@@ -152,7 +152,7 @@ class _Code:
 
 @functools.lru_cache(maxsize=4096)
 def _code_of_class(cls: type) -> _Code:
-    """Return the names in the forward of a class of modules. They may be more than the values it reads."""
+    """Return the names in the forward of a module class, which may be more than it reads."""
     classes = [c for c in cls.__mro__ if _is_users(c)]
     if not classes:
         return _Code(any=True)
@@ -162,7 +162,7 @@ def _code_of_class(cls: type) -> _Code:
 
 
 def _code_of(module: nn.Module) -> _Code:
-    """Return the names in the forward of a module, and in functions of the user among its attributes."""
+    """Return the names in the forward of a module, and in user functions among its attributes."""
     code = _code_of_class(type(module))  # type: ignore[arg-type]
     kept = [v for k, v in vars(module).items() if k not in _OF_TORCH and isinstance(v, FunctionType | MethodType)]
     if not kept:
@@ -180,13 +180,13 @@ def _is_users(thing: Any) -> bool:
 
 
 def _autograd_function(value: Any) -> str:
-    """Return the name of the autograd.Function that a value is, or is a method of; "" where it is none."""
+    """Return the name of the autograd.Function if a value is one, or a method of one; else ""."""
     cls = value.__self__ if isinstance(value, MethodType) else value
     return cls.__name__ if isinstance(cls, type) and issubclass(cls, torch.autograd.Function) else ""
 
 
 def _function(value: Any) -> FunctionType | None:
-    """Return the Python function of a function, a method, a property or a decorated one."""
+    """Return the Python function behind a function, method, property or decorated function."""
     value = value.fget if isinstance(value, property) else value
     value = inspect.unwrap(getattr(value, "__func__", value))
     return value if isinstance(value, FunctionType) else None
@@ -200,7 +200,7 @@ def _names(code: CodeType) -> set[str]:
 def _outside_of(
     function: FunctionType, names: set[str], classes: Sequence[type]
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield the values outside of modules that a function names."""
+    """Yield names and getters of the values outside of modules that a function uses."""
     holders = [(f"{c.__module__}.{c.__qualname__}", vars(c)) for c in classes]
     holders.append((function.__module__, function.__globals__))  # type: ignore[arg-type]
     for value in [function.__globals__.get(n) for n in names]:
@@ -247,13 +247,13 @@ class State:
     """The values, other than tensors, that the code of modules reads.
 
     Args:
-        modules: path -> module, without the ones in it.
+        modules: path -> module; submodules must be listed separately.
         others: modules whose attributes the code of `modules` may read.
 
     Attributes:
-        names: of attributes and variables in the code.
+        names: names of attributes and variables in the code.
         outside: name -> getter of a value outside of modules.
-        function: an autograd.Function that the code names, or "".
+        function: the name of an autograd.Function in the code, or "".
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], others: Mapping[str, nn.Module] | None = None) -> None:
@@ -267,17 +267,17 @@ class State:
             self._rows += [(path, m, _Code(self.names)) for path, m in others.items() if path not in modules]
 
     def forms(self) -> dict[str, Any]:
-        """Return name -> `form_of` for each value."""
+        """Return the `form_of` each value, by name."""
         return {name: _form(value) for name, value in self._values()}
 
     def asked(self) -> str:
-        """Return a question whose answer torch.fx would get wrong, or ""."""
+        """Return a description of a value that the code reads and that may differ in another step, or ""."""
         if asked := self.names & _ASKS:
-            return f"{min(asked)!r}, which another step may answer otherwise"
+            return f"{min(asked)!r}, which may differ in another step"
         return "the type of a tensor" if {"type", "Tensor"} <= self.names else ""
 
     def hidden(self) -> str:
-        """Return a value that is read and cannot be compared, or ""."""
+        """Return a description of a value that the code reads and that cannot be compared, or ""."""
         for name, value in () if self._clock else self._values():
             try:
                 form_of(value)
@@ -286,7 +286,7 @@ class State:
         return self._clock
 
     def attributes(self) -> Iterator[tuple[str, dict[str, Any], str]]:
-        """Yield the name of each attribute, with the dictionary that holds it and its key there."""
+        """Yield the name of each attribute, the dictionary that contains it, and its key there."""
         for path, module, code in self._rows:
             held = vars(module)
             for key in held:
@@ -302,7 +302,7 @@ class State:
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the names of the values that differ between two results of `State.forms`."""
+    """Return the names of values that differ between two results of `State.forms`."""
     return [name for name in {**before, **after} if before.get(name, _MISSING) != after.get(name, _MISSING)]
 
 
@@ -312,14 +312,14 @@ def subtree(model: nn.Module, path: str = "") -> dict[str, nn.Module]:
 
 
 class _TorchDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records whether this thread draws from torch's own generator. (Its state would also show draws of other threads.)"""
+    """A mode that records whether this thread draws from torch's generator, whose state other threads also change."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.drawn = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Not by the tag alone: attention without dropout draws nothing, and another generator may be given.
+        # The tag alone is not enough: attention without dropout draws nothing, and a call may get another generator.
         before = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in func.tags else None
         made = func(*args, **(kwargs or {}))
         self.drawn |= before is not None and not torch.equal(before, torch.get_rng_state())
@@ -328,7 +328,7 @@ class _TorchDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def random_kept(*, of_torch: bool = True) -> Iterator[Callable[[], bool]]:
-    """Restore the random states of torch (CPU), Python and NumPy at the end. Yield a function: were they used?
+    """Restore the random states of torch (CPU), Python and NumPy at the end. Yield a function: whether they were used.
 
     Args:
         of_torch: also report whether torch's generator was used.
@@ -350,7 +350,7 @@ def random_kept(*, of_torch: bool = True) -> Iterator[Callable[[], bool]]:
 
 
 def modes_of(model: nn.Module) -> dict[str, bool]:
-    """Return path -> in training, for the modules that differ in training and evaluation."""
+    """Return path -> whether in training mode, for the modules that behave differently in training and evaluation."""
 
     def has_modes(module: nn.Module) -> bool:
         if not type(module).__module__.startswith("torch.nn"):
@@ -362,11 +362,11 @@ def modes_of(model: nn.Module) -> dict[str, bool]:
 
 
 class StateWatch:
-    """Refuses changes of the values that a trace has read: it would not follow them.
+    """A check that values read by a trace have not changed, because the trace would ignore the change.
 
     Args:
-        model: this device's copy, as it was traced.
-        seen: paths of the modules that the trace sees through.
+        model: this device's copy, in the traced state.
+        seen: paths of the modules that the trace enters.
         modes: see `TracedModel.modes`.
     """
 
@@ -378,16 +378,16 @@ class StateWatch:
         self._lengths = [(path, m, len(vars(m)), replaced_by_hand(m), path in through) for path, m in named.items()]
         self._submodules = [(path, m._modules, dict(m._modules)) for path, m in through.items()]
         rows: list[tuple[str, Any, str]] = [*state.attributes()]
-        # A dropout of nothing counts as a layer without random numbers.
+        # Dropout with p = 0 was traced as a layer without random numbers, so watch p.
         dropouts = [(f"{path}.p", vars(m)) for path, m in named.items() if "Dropout" in type(m).__name__]
         rows += [(name, held, "p") for name, held in dropouts if held.get("p") == 0]
-        # Plain values are compared by identity first, which is quick.
+        # Compare plain values by identity first, which is quick.
         values = [(*row, row[1][row[2]]) for row in rows]
         self._attributes = [(*row, v if isinstance(v, _PLAIN) else _MISSING, _form(v)) for *row, v in values]
         self._outside = [(name, get, _form(get())) for name, get in state.outside.items()]
 
     def check(self) -> None:
-        """Raise InputError if an attribute, a submodule or a mode is not what it was when the model was distributed."""
+        """Raise InputError if an attribute, a submodule or a mode has changed since the model was distributed."""
         for path, module, training in self._modes:
             if module.training != training:
                 raise InputError(
@@ -414,17 +414,17 @@ class StateWatch:
 
 def _changed(name: str, *, outside: bool = False) -> InputError:
     path, _, key = name.rpartition(".")
-    what = name if outside else f"{key!r} of module {path or 'the model itself'!r}"
+    value = name if outside else f"{key!r} of module {path or 'the model itself'!r}"
     return InputError(
-        f"{what} changed after distribute(), which has read it: set it before, or distribute the model again"
+        f"{value} changed after distribute(), which has read it: set it before, or distribute the model again"
     )
 
 
-def refuse_changes(what: str, modules: Mapping[str, nn.Module], call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the call of a layer that one device computes for all, so that it refuses to change Python state.
+def refuse_changes(layer: str, modules: Mapping[str, nn.Module], call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the call of a layer that one device computes for all, so that a change of Python state raises an error.
 
     Args:
-        what: the layer, for the message.
+        layer: the layer's name, for the message.
         modules: path -> module, for all modules that the call runs.
     """
     state = State(modules)
@@ -434,7 +434,7 @@ def refuse_changes(what: str, modules: Mapping[str, nn.Module], call: Callable[.
         y = call(*args, **kwargs)
         for name in changed(before, state.forms()):
             raise InputError(
-                f"the forward of layer {what!r} changed {name!r}, which it did not when the model was distributed: one device "
+                f"the forward of layer {layer!r} changed {name!r}, which it did not when the model was distributed: one device "
                 "computes this layer, and the others would keep the old value. Change it in every call, or not at all"
             )
         return y
@@ -443,7 +443,7 @@ def refuse_changes(what: str, modules: Mapping[str, nn.Module], call: Callable[.
 
 
 def is_of_user(operation: Operation, model: nn.Module) -> bool:
-    """Return whether a call runs Python that is not torch's, which may do something else in a later step."""
+    """Return whether a call runs Python code that is not torch's, which may behave differently in a later step."""
 
     def is_of_torch(thing: Any) -> bool:
         home = (getattr(thing, "__module__", None) or "torch").partition(".")[0]

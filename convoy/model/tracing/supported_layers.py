@@ -1,6 +1,6 @@
-"""The table of torch's layers: along which axes a module, function or method may be cut.
+"""Registers the rules of torch's layers: along which axes a module, function or method can be cut.
 
-Each entry is a rule, as `register_layer` registers for other layers. It looks at the arguments of a call.
+A rule examines the arguments of a call. `register_layer` adds rules for other layers.
 """
 
 import math
@@ -29,7 +29,7 @@ from convoy.model.split_rules import (
     rule_of,
 )
 
-# Each entry alone.
+# Functions that compute each entry separately.
 _ENTRIES = (
     "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "sigmoid", "tanh", "hardswish",
     "hardsigmoid", "hardtanh", "softplus", "softsign", "logsigmoid", "tanhshrink", "softshrink", "hardshrink",
@@ -39,7 +39,7 @@ _ENTRIES = (
     "trunc", "reciprocal", "logit", "clip", "clamp_min", "clamp_max", "positive", "nan_to_num", "isnan", "isfinite",
     "isinf", "logical_not", "bitwise_not", "invert",
 )  # fmt: skip
-# Each channel alone. The number counts the axes behind the channels (with fewer, torch takes the first axis for channels).
+# Functions of each channel, by number of axes after the channels. (With fewer, torch takes the first axis for the channels.)
 _POOLS = (
     "max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool", "dropout", "zero_pad",
     "reflection_pad", "replication_pad", "constant_pad", "circular_pad",
@@ -47,7 +47,7 @@ _POOLS = (
 _CHANNELS = {f"{name}{n}d": n for name in _POOLS for n in (1, 2, 3)} | {
     "dropout2d": 0, "upsampling_nearest2d": 2, "upsampling_bilinear2d": 2, "upsample": 1, "interpolate": 1,
 }  # fmt: skip
-# Several tensors entry by entry, with broadcasting.
+# Functions of several tensors, entry by entry, with broadcasting.
 _JOINS = (
     "add", "sub", "mul", "div", "truediv", "maximum", "minimum", "pow", "where", "masked_fill", "lerp", "addcmul",
     "addcdiv", "atan2", "fmod", "remainder", "hypot", "rsub", "floordiv", "true_divide", "multiply", "subtract",
@@ -56,7 +56,7 @@ _JOINS = (
 
 
 def known(call: Call) -> Known | None:
-    """Return what is known of a call; None if only its samples may be split."""
+    """Return the kind and possible cuts of a call; None if only its samples may be split."""
     m = call.module
     if m is not None and (has_hooks(m) or replaced_by_hand(m) or is_parametrized(m)):
         return None
@@ -65,15 +65,15 @@ def known(call: Call) -> Known | None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has forward or backward hooks: they may do anything to a local shard."""
+    """Return whether a module has forward or backward hooks, which may not work on a local shard."""
     m: Any = module
     return bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
 
 
 def replaced_by_hand(module: nn.Module) -> str:
-    """Return the method that an object has another function for (`layer.forward = ...`), or "".
+    """Return the name of a method that was replaced on this object (`layer.forward = ...`), or "".
 
-    `self.forward = self.forward_quickly` is no such replacement: `chosen_forward` follows it.
+    `self.forward = self.forward_quickly` does not count, because `chosen_forward` handles it.
     """
     cls = type(module)
     rows = ((name, held) for name, held in vars(module).items() if callable(held) and hasattr(cls, name))
@@ -96,7 +96,7 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 
 def symmetric_padding(conv: Any) -> tuple[int, ...] | None:
-    """Return the zeros added on either side of each axis; None where 'same' padding needs one more on one side."""
+    """Return the padding on both sides of each axis; None if 'same' padding is unequal on the two sides."""
     if conv.padding == "valid":
         return (0,) * len(conv.kernel_size)
     if conv.padding == "same":
@@ -176,7 +176,7 @@ def _tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _apart(call: Call, along: Iterable[int]) -> Known | None:
-    """Cut every axis except those, and the batch; input and output have the same shape."""
+    """Cut every axis except the batch and `along`, if input and output have the same shape."""
     x, read = call.inputs[0], {a % len(call.inputs[0]) for a in along}
     if 0 in read or not call.batched[0] or any(call.batched[1:]) or x != call.output:
         return None
@@ -190,8 +190,8 @@ def _along(place: int, name: str, default: int | None = None) -> Rule:
     def rule(call: Call) -> Known | None:
         value = call.argument(place, name, default) if call.module is None else getattr(call.module, name, default)
         if value is None and name == "dim":
-            value = 0 if len(call.output) in (1, 3) else 1  # softmax takes this one, with a warning
-        # x.flip(2, 3) gives them one by one.
+            value = 0 if len(call.output) in (1, 3) else 1  # softmax's default, with a warning
+        # x.flip(2, 3) passes its axes as separate arguments.
         axes = call.operation.args[1:] if name == "dims" and place == 1 and isinstance(value, int) else _tuple(value)
         return _apart(call, axes) if _whole_numbers(axes) else None
 
@@ -199,7 +199,7 @@ def _along(place: int, name: str, default: int | None = None) -> Rule:
 
 
 def _layer_norm(call: Call) -> Known | None:
-    """Cut the axes before the normalised ones; the parameters lie along those."""
+    """Cut the axes before the normalised ones, which are also the axes of the parameters."""
     shape: Any = getattr(call.module, "normalized_shape", None) or call.argument(1, "normalized_shape")
     return _apart(call, range(-len(shape), 0)) if isinstance(shape, tuple | list) and shape else None
 
@@ -227,14 +227,14 @@ def _group_norm(call: Call) -> Known | None:
 
 
 def _permuted(call: Call) -> Known | None:
-    """Follow the axes of permute, transpose, movedim."""
+    """Cut the axes that permute, transpose or movedim move."""
     x, rest, kwargs = call.inputs[0], call.operation.args[1:], call.operation.kwargs
     numbers = rest[0] if len(rest) == 1 and isinstance(rest[0], tuple | list) else rest
     numbers = tuple(numbers or kwargs.get("dims", ()))
     if not is_alone(call) or not _whole_numbers(numbers) or call.module is not None:
         return None
     try:
-        # torch itself moves axes of lengths 2, 3, ..., so the new lengths name the axes.
+        # Let torch move axes of lengths 2, 3, ...: the new lengths identify the axes.
         own = torch.empty(tuple(range(2, len(x) + 2)), device="meta")
         moved = getattr(torch, call.name)(own, *([numbers] if call.name == "permute" else rest), **kwargs)
     except (RuntimeError, TypeError, IndexError):
@@ -250,8 +250,8 @@ def _reshaped(call: Call) -> Known | None:
     if not is_alone(call) or retyped or getattr(call.module, "start_dim", 1) < 1:
         return None
     if len(y) == 2 and len(x) >= 2 and call.name not in ("squeeze", "unsqueeze"):
-        # With the batch as first axis before and after, one more axis can only be all the others. `x.view(n, 4096)` becomes a
-        # flatten, too: a local shard of a split layer has another width than the one in the source.
+        # The batch stays the first axis, so a single second axis must contain all others. Even `x.view(n, 4096)` becomes a
+        # flatten, because a local shard has another width than the number in the source.
         flat = call.operation if call.module is not None else Operation("function", torch.flatten, (Ref(0), 1))
         return Known("flatten", operation=flat)
     found = tuple(_regrouped(x, y)) if all((*x[1:], *y[1:])) else ()
@@ -264,7 +264,7 @@ def _reshaped(call: Call) -> Known | None:
 
 
 def _regrouped(x: Shape, y: Shape) -> Iterable[Cut]:
-    """Yield the cuts of a reshape: axes of both that cover the same numbers, of which the outermost may be cut."""
+    """Yield the cuts of a reshape: for each group of axes with the same entries in `x` and `y`, cut its outermost axis."""
     i = j = 1
     while i < len(x) and j < len(y):
         first, second, before, after = i, j, x[i], y[j]
@@ -285,9 +285,9 @@ def _regrouped(x: Shape, y: Shape) -> Iterable[Cut]:
 
 
 def _blocks(call: Call) -> Known | None:
-    """Cut blocks of channels that become blocks of channels, in the same order: pixel shuffle, unfold."""
+    """Cut the channels of pixel shuffle and unfold, in which blocks of channels stay together and in order."""
     x, y = call.inputs[0], call.output
-    axes = {"unfold": (4, 3), "fold": (3, 4)}.get(call.name, (4, 4))  # x.unfold(1, 3, 2) is another function
+    axes = {"unfold": (4, 3), "fold": (3, 4)}.get(call.name, (4, 4))  # the method x.unfold(1, 3, 2) has other axes
     if not is_alone(call) or (len(x), len(y)) != axes:
         return None
     parts = min(x[1], y[1])
@@ -309,7 +309,7 @@ def _pad(call: Call) -> Known | None:
 
 
 def _item(call: Call) -> Known | None:
-    """Cut the axes that an index such as x[:, :, ::2] takes whole."""
+    """Cut the axes that an index such as x[:, :, ::2] does not change."""
 
     def is_plain(i: Any) -> bool:
         if isinstance(i, slice):
@@ -350,7 +350,7 @@ def _einsum(call: Call) -> Known | None:
 
 
 def _product(call: Call, letters: Sequence[str], written: str) -> Known | None:
-    """Cut a product of tensors whose axes have letters, summed over those that are not written."""
+    """Cut an einsum by the letters of its output (`written`), given the letters of each operand."""
     batch = written[0]
     for own, batched in zip(letters, call.batched, strict=True):
         if not own or (own[0] == batch) != batched or batch in own[1:]:
@@ -365,7 +365,7 @@ def _matmul(call: Call) -> Known | None:
         return None
     x, w = call.inputs
     if call.batched == (True, False) and len(w) == 2:
-        # As a fully connected layer: the columns are filters.
+        # Like a fully connected layer: the columns are filters.
         axis = len(call.output) - 1
         return Known("filters", (Cut(axis, call.output[axis], (None, 1)),)) if len(x) > 1 else None
     if call.batched != (True, True) or len(x) != len(w) or len(x) < 3 or x[1:-2] != w[1:-2]:
@@ -375,7 +375,7 @@ def _matmul(call: Call) -> Known | None:
 
 
 def _attention(call: Call) -> Known | None:
-    """Cut the heads of scaled_dot_product_attention of (N, heads, positions, entries)."""
+    """Cut the heads of scaled_dot_product_attention, whose inputs are (N, heads, positions, entries)."""
     q, y = call.inputs[0], call.output
     order = [call.input_at(place, name) for place, name in enumerate(("query", "key", "value"))]
     grouped = call.argument(8, "enable_gqa", False)
@@ -394,7 +394,7 @@ def _attention(call: Call) -> Known | None:
 
 
 def _with_weight(call: Call) -> Known | None:
-    """Cut conv2d(x, w) and linear(x, w) by the filters of w, a parameter or computed from parameters."""
+    """Cut conv2d(x, w) and linear(x, w) by the filters of w, which is or depends only on parameters."""
     weight, bias = call.input_at(1, "weight"), call.input_at(2, "bias")
     if call.operation.args[:1] != (Ref(0),) or not call.batched[0] or weight is None or any(call.batched[1:]):
         return None
@@ -457,7 +457,7 @@ _modules: dict[type[nn.Module], Rule] = {
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _convolution),
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), _batch_norm),
     nn.Linear: _linear,
-    nn.modules.linear.NonDynamicallyQuantizableLinear: _linear,  # of attention
+    nn.modules.linear.NonDynamicallyQuantizableLinear: _linear,  # in nn.MultiheadAttention
     nn.GroupNorm: SplitRule("channels", groups="num_groups", attributes=("num_channels",)),
     **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _instance_norm),
     nn.PReLU: _prelu,
@@ -467,7 +467,7 @@ _modules: dict[type[nn.Module], Rule] = {
     **dict.fromkeys((nn.PixelShuffle, nn.PixelUnshuffle, nn.Unfold, nn.Fold), _blocks),
 }
 MODULES.update(_modules)
-# torch's other modules are spelled like the functions they call: "avg_pool2d" is AvgPool2d.
+# torch's other modules have the names of the functions they call: AvgPool2d calls "avg_pool2d".
 _BY_NAME = {name.replace("_", ""): FUNCTIONS[name] for name in (*_ENTRIES, *_CHANNELS)}
 for _class in vars(nn).values():
     if isinstance(_class, type) and issubclass(_class, nn.Module) and _class.__name__.lower() in _BY_NAME:

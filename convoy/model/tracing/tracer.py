@@ -1,7 +1,7 @@
-"""Trace an nn.Module into torch.fx nodes. A submodule that torch.fx cannot follow becomes one call.
+"""Traces an nn.Module into torch.fx nodes. A submodule that torch.fx cannot follow becomes one call.
 
-A trace runs each forward once, with proxies in the place of tensors. A forward that does what no trace can repeat is given up,
-and its module is called live.
+A trace runs each forward once, with proxies instead of tensors. If a trace cannot represent what a forward does, its module
+stays whole: every step calls the module itself.
 """
 
 import inspect
@@ -40,11 +40,11 @@ class Nodes:
     """The calls of a model's forward.
 
     Attributes:
-        nodes: in order; the last one is its output. Calls without readers are left out.
-        seen: paths of the modules that the trace sees through, the model itself ("") among them.
-        whole: path of a module that stays whole -> why.
+        nodes: the calls in order; the last one is the output. Calls whose result is unused are left out.
+        seen: paths of the modules that the trace enters, including the model itself ("").
+        whole: path of a module that stays whole -> the reason.
         leaves: paths of the submodules that stay whole, except torch's own.
-        constants: name of a node -> the tensor that the forward made there without any input.
+        constants: node name -> the tensor that the forward made there without any input.
     """
 
     nodes: Sequence[fx.Node]
@@ -55,10 +55,10 @@ class Nodes:
 
 
 class GivenUp(Exception):  # noqa: N818 - the next trace knows more
-    """Submodules whose forward torch.fx cannot follow were found: trace a new copy of the model, and keep them whole.
+    """The error if more submodules must stay whole. The caller then traces a new copy of the model, with these whole.
 
     Attributes:
-        whole: path -> why.
+        whole: path of each submodule -> the reason.
     """
 
     def __init__(self, whole: Mapping[str, str]) -> None:
@@ -70,10 +70,10 @@ def nodes_of(model: nn.Module, meta: nn.Module, specs: Sequence[Spec], leaves: M
     """Trace a model's forward, which may change its Python state.
 
     Args:
-        model: a copy that no trace has run.
+        model: a copy that has not been traced before.
         meta: a copy on the meta device.
-        specs: of the inputs; other arguments keep their defaults. The calls hold for these sizes.
-        leaves: path of a submodule to keep whole -> why.
+        specs: shape and dtype of each input; other arguments keep their defaults. The trace is valid for these shapes.
+        leaves: path of a submodule to keep whole -> the reason.
 
     Raises:
         GivenUp: more submodules must stay whole.
@@ -94,7 +94,7 @@ def nodes_of(model: nn.Module, meta: nn.Module, specs: Sequence[Spec], leaves: M
         if failed is not None:
             raise Untraceable(_why(failed)) from None
     graph = tracer.graph
-    # The layer of a batch norm counts its batches, in training and once: so must the forward, and nothing else may.
+    # The executor counts a batch norm's batches, once per training step. So the forward must count exactly like this.
     counted = Counter(path for node in graph.nodes if (path := counted_norm(model, node)) is not None)
     norms = Counter(path for node in graph.nodes if (path := batch_norm_of(model, node)) is not None)
     for path in counted | norms:
@@ -145,7 +145,7 @@ class _Tracer(fx.Tracer):
 
     @contextmanager
     def following(self, module: nn.Module, path: str = "") -> Iterator[None]:
-        """Refuse a forward that changes Python state, or reads what cannot be compared. What it changes stays changed."""
+        """Refuse a forward that changes Python state, or reads values that cannot be compared. Changes are not undone."""
         if "forward" in vars(module) and not chosen_forward(module):
             raise Untraceable("its forward was replaced by hand")
         own = State({"": module})
@@ -161,13 +161,13 @@ class _Tracer(fx.Tracer):
                 raise Untraceable("its forward draws random numbers of its own")
             if [id(b) for m in module.modules() for b in m._buffers.values()] != buffers:
                 raise Untraceable("its forward assigns a buffer")
-        # Modules in it whose trace was given up are called live.
+        # Submodules whose trace was given up may change state, because each step calls them.
         names = changed(before, state.forms())
         if names := [repr(name) for name in names if not name.startswith(tuple(f"{p}." for p in self.given_up))]:
             raise Untraceable(f"its forward changes {', '.join(names[:3])}")
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # torch.fx patches nn.Module for all threads: a model that another thread runs is not part of this trace.
+        # torch.fx patches nn.Module for all threads: ignore models that other threads run.
         if threading.get_ident() != self._thread or self.sizes.evaluating:
             return forward(*args, **kwargs)
         self._refuse_surroundings(sys._getframe(1))
@@ -175,7 +175,7 @@ class _Tracer(fx.Tracer):
         why = self._why_whole(m, path)
         if why:
             self.whole[path] = why
-        # A parametrized weight is computed in layers of its own; then the module is an ordinary one.
+        # A parametrized weight is computed in separate layers, so the trace enters the module.
         self._is_leaf = why is not None or (not is_parametrized(m) and super().is_leaf_module(m, path))
         if self._is_leaf:
             return super().call_module(m, forward, args, kwargs)
@@ -184,14 +184,14 @@ class _Tracer(fx.Tracer):
             self.seen.append(path)
             with self.following(m, path):
                 return super().call_module(m, forward, args, kwargs)
-        except Exception as error:  # whatever a forward does with a proxy
+        except Exception as error:  # a forward may raise anything on a proxy
             self.given_up[path] = _why(error)
         # The rest of this trace only shows which other modules must stay whole.
         self.module_stack, self._is_leaf = stack, True
         return super().call_module(m, forward, args, kwargs)
 
     def _why_whole(self, m: nn.Module, path: str) -> str | None:
-        """Return why a module stays whole before its forward is tried ("": nothing to say); None where it may be followed."""
+        """Return why a module stays whole without a trial ("" if no reason is reported); None if its forward can be tried."""
         if path in self.whole or path in self.given_up:
             return self.whole.get(path, "")
         if name := replaced_by_hand(m):
@@ -218,11 +218,11 @@ class _Tracer(fx.Tracer):
         return self._parameters[key]
 
     def create_arg(self, a: Any) -> Any:
-        return a.node if issubclass(type(a), fx.Proxy) else super().create_arg(a)  # it passes for a tensor
+        return a.node if issubclass(type(a), fx.Proxy) else super().create_arg(a)  # isinstance may say Tensor
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, *args, **kwargs)
-        # A trace has no `with` blocks, so torch.no_grad() is recorded here. A parameter has one node for all its uses.
+        # A trace has no `with` blocks, so record torch.no_grad() here, except for parameters: all their uses share a node.
         node.meta["no_grad"] = not torch.is_grad_enabled() and kind != "get_attr"
         stack = node.meta.get("nn_module_stack")
         node.meta["where"] = next(reversed(stack.values()))[0] if stack else ""
@@ -234,7 +234,7 @@ class _Tracer(fx.Tracer):
         return node
 
     def _refuse_surroundings(self, frame: Any) -> None:
-        """Refuse contexts and callers of a frame, up to the module that is being traced, that a trace would lose."""
+        """Refuse contexts that a trace would lose: autocast, checkpointing, saved-tensor hooks, autograd.Function."""
         if _autocasts() > self._autocasts:
             raise Untraceable("its forward switches autocast on or off")
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
@@ -265,13 +265,13 @@ _BOUNDARIES = (_Tracer.call_module.__code__, nodes_of.__code__)
 
 
 def _autocasts() -> int:
-    """Return how many autocast contexts are entered."""
+    """Return the number of active autocast contexts."""
     torch.autocast_increment_nesting()
     return int(torch.autocast_decrement_nesting())
 
 
 class _ConcreteTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The operations on tensors that a forward computes while it is traced: a trace would keep their results."""
+    """A dispatch mode that refuses operations on parameters and random numbers, whose results a trace would freeze."""
 
     def __init__(self, model: nn.Module, sizes: Sizes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -290,7 +290,7 @@ class _ConcreteTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _why(error: Exception) -> str:
-    """Return why a forward cannot be traced, and where in the user's code."""
+    """Return why a forward cannot be traced, with the place in the user's code."""
     if isinstance(error, Untraceable):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
@@ -301,7 +301,7 @@ def _why(error: Exception) -> str:
 
 
 class _Recorded:
-    """Base of proxies: refuses what torch.fx would lose without an error."""
+    """A base of proxies that refuses actions which torch.fx would silently lose."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("tracer", "node", "root", "attr", "_node"):
@@ -316,7 +316,7 @@ class _Recorded:
 
 
 def _in_place(name: str) -> Callable[[Any, Any], Any]:
-    """Return what `x += y` does for `name` "add": a tensor may have other names, so it is overwritten; a number is not."""
+    """Return the method for `x += y` if `name` is "add". It overwrites a tensor, which may have other names; not a number."""
 
     def call(x: Any, y: Any) -> Any:
         pair = x.tracer.sizes.pair(x.node)
@@ -336,9 +336,9 @@ class _Attribute(_Recorded, fx.proxy.Attribute):
 
 
 class _Sized(_Recorded, fx.Proxy):
-    """A value of a trace that knows its size: `.shape`, `.size()`, `.dim()`, `.ndim` and `len` are numbers.
+    """A proxy that knows its size: `.shape`, `.size()`, `.dim()`, `.ndim` and `len` are numbers.
 
-    Extents that follow the batch are values of the trace. So are all extents where the size is not known.
+    Lengths that depend on the batch size are proxies. So are all lengths if the size is unknown.
     """
 
     tracer: _Tracer
@@ -357,7 +357,7 @@ class _Sized(_Recorded, fx.Proxy):
                 symbolic: Any = _Attribute(self, "shape") if None in shape else None
                 return _Shape(symbolic[i] if n is None else n for i, n in enumerate(shape))
         if not hasattr(Tensor, name) and self._is_tensor():
-            raise AttributeError(f"a tensor has no attribute {name!r}")  # `hasattr` asks so
+            raise AttributeError(f"a tensor has no attribute {name!r}")  # as `hasattr` expects
         return _Attribute(self, name)
 
     def _is_tensor(self) -> bool:
@@ -379,7 +379,7 @@ class _Sized(_Recorded, fx.Proxy):
 
 
 class _Shape(tuple[Any, ...]):
-    """A shape in which the extents that follow the batch are values of the trace."""
+    """A shape in which the lengths that depend on the batch size are proxies."""
 
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)

@@ -1,8 +1,8 @@
-"""Run a layer on random numbers, to learn how it may be computed.
+"""Runs a layer on random numbers, to find out how it can be computed.
 
-Functions and modules of torch keep nothing in Python, so one comparison shows whether they treat each sample alone
-(`per_sample`). A module of the user may do anything later, so it always gets the global batch; `observe` looks at one call.
-`check_cuts` compares shards of a registered layer with the whole.
+Functions and modules of torch have no Python state, so one comparison shows whether samples are independent (`per_sample`).
+A user's module may behave differently later, so it always gets the global batch; `observe` examines one call. `check_cuts`
+compares shards of a registered layer with the whole layer.
 """
 
 import copy
@@ -22,25 +22,25 @@ from convoy.model.tracing.copies import release, shared_copy, written
 from convoy.model.tracing.python_state import REGISTERED, State, changed, random_kept
 
 _PARTS = ((2, 3), (1, 4))
-"""A batch of five is computed together and in these parts."""
+"""Numbers of samples in the parts of a batch of five, which is computed at once and in these parts."""
 _WHOLE = ", so it runs whole on one device"
 _RANDOM_FUNCTIONS = {
     "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_",
     "multinomial", "normal", "normal_", "uniform", "uniform_", "poisson", "random", "random_", "shuffle", "choice", "sample",
 }  # fmt: skip
-"""Code with such a name may draw random numbers in some steps, if not in the first."""
+"""Code that uses such a name may draw random numbers in some steps, even if not in the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialInputs:
-    """The inputs that a layer is tried with.
+    """The inputs of a layer in a trial.
 
     Attributes:
         like: one tensor per input, for shape and dtype.
         batched: per input, whether it has a batch axis.
-        samples: number of samples for the user's Python.
-        registered: the layer's class was registered.
-        own: `like` is the user's example, and is used as it is.
+        samples: number of samples for user code.
+        registered: whether the layer's class was registered.
+        own: whether `like` is the user's example, which is used unchanged.
     """
 
     like: Sequence[Tensor]
@@ -60,13 +60,13 @@ class TrialInputs:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The effects of one call of a layer with Python of the user.
+    """The effects of one call of a layer with user code.
 
     Attributes:
         changes: name of the Python state that it changed, or "".
-        hidden: name of the state it reads that cannot be compared, or "".
-        draws: it drew random numbers, or names a function that does.
-        writes: it changed parameters or buffers.
+        hidden: name of state that it reads and that cannot be compared, or "".
+        draws: whether it drew random numbers, or uses the name of a function that does.
+        writes: whether it changed parameters or buffers.
         no_gradient_to: indices of the inputs that no gradient reaches.
     """
 
@@ -78,10 +78,10 @@ class Observation:
 
 
 def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module], inputs: TrialInputs) -> Observation:
-    """Call a layer once, forward and backward. Python state that it changes stays changed.
+    """Call a layer once, forward and backward. Changes of Python state are not undone.
 
     Args:
-        model: a copy without other users.
+        model: a copy that is not used elsewhere.
         modules: path -> module, for all modules that the call runs.
     """
     state = State(modules)
@@ -90,7 +90,7 @@ def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module
     buffers = [b for m in modules.values() for b in m.buffers(recurse=False)]
     with random_kept() as drawn, torch.enable_grad(), written([*parameters, *buffers]) as wrote:
         given = [t.requires_grad_() if is_floating(t) else t for t in inputs.random(inputs.samples)]
-        # A copy of each, since autograd forbids in-place calls on leaves.
+        # Copies, because autograd forbids in-place calls on leaves.
         copies = [t.clone() if t.requires_grad else t for t in given]
         try:
             outputs = tensors_of(call_operation(model, operation, copies, inputs.samples))
@@ -102,8 +102,8 @@ def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module
         _refuse_unregistered(outputs, [*given, *parameters, *buffers])
         if any(x._version == 0 and not torch.equal(x, t) for t, x in zip(given, copies, strict=True)):
             raise InputError(
-                f"the forward of {', '.join(operation.modules) or operation.target} changes its input through .data, where "
-                "other layers would not see it: change a clone(), or the input itself, without .data"
+                f"the forward of {', '.join(operation.modules) or operation.target} changes its input through .data, which "
+                "other layers would not see: change a clone(), or the input itself, without .data"
             )
         no_gradient_to = _no_gradient_to(outputs, given, parameters)
     for module in modules.values():
@@ -118,7 +118,7 @@ def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module
 
 
 def _refuse_unregistered(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
-    """Refuse outputs whose gradient reaches another parameter: it would be trained on one device only, if at all."""
+    """Refuse outputs whose gradient reaches an unknown parameter, which only one device or none would train."""
     leaves, found = {id(t) for t in known}, set[Any]()
     waiting: set[Any] = {y.grad_fn for y in outputs} - {None}
     while waiting:
@@ -150,12 +150,12 @@ def _no_gradient_to(outputs: list[Tensor], given: list[Tensor], parameters: Sequ
 
 @dataclass(frozen=True, slots=True)
 class SampleUse:
-    """How a call of torch treats samples.
+    """The result of the comparison whether a torch call treats samples independently.
 
     Attributes:
-        dependence: why it needs the global batch at once; "" where samples are independent.
-        each: a call changes its buffers in the same way for every batch.
-        overwrites: it changes its inputs in place.
+        dependence: why it needs the global batch at once; "" if samples are independent.
+        each: whether each call changes its buffers in the same manner for any batch.
+        overwrites: whether it changes its inputs in place.
     """
 
     dependence: str = ""
@@ -166,24 +166,24 @@ class SampleUse:
 def per_sample(
     model: nn.Module, operation: Operation, precise: Callable[[], nn.Module], inputs: TrialInputs, paths: Sequence[str]
 ) -> SampleUse:
-    """Compare a batch with its parts, on random numbers.
+    """Compare the results for a random batch with those for its parts.
 
     Args:
-        model: a copy without other users.
-        precise: makes another one in float64, where rounding cannot be mistaken for a dependence.
-        paths: of the modules of torch that the call runs.
+        model: a copy that is not used elsewhere.
+        precise: makes a copy in float64, so that rounding is not mistaken for a dependence.
+        paths: paths of the torch modules that the call runs.
     """
     modules = [model.get_submodule(path) for path in paths]
     norm = next((m for module in modules for m in module.modules() if isinstance(m, _BatchNorm)), None)
     if norm is not None and (norm.training or norm.running_mean is None):
-        return SampleUse(f"its {type(norm).__name__} looks at the global batch{_WHOLE}")
+        return SampleUse(f"its {type(norm).__name__} needs the global batch{_WHOLE}")
     try:
         buffers = _buffer_changes(model, operation, inputs, modules)
         found = _in_parts(model, operation, inputs, paths, None)
     except Exception as error:
         return SampleUse(f"it cannot take samples one by one ({first_line(error)}){_WHOLE}")
     if found.dependence and not found.overwrites:
-        with suppress(Exception):  # it has no float64
+        with suppress(Exception):  # the call may not support float64
             found = _in_parts(precise(), operation, inputs, paths, torch.float64)
     if not buffers or found.dependence:
         return found
@@ -191,7 +191,7 @@ def per_sample(
 
 
 def _buffer_changes(model: nn.Module, operation: Operation, inputs: TrialInputs, modules: Sequence[nn.Module]) -> str:
-    """Return "" where a call changes no buffer, "alike" where it does so alike for every batch, else "by batch"."""
+    """Return "" if a call changes no buffer, "alike" if the change is the same for all batches, else "by batch"."""
     parameters = [p for module in modules for p in module.parameters()]
     buffers, left = [b for module in modules for b in module.buffers()], []
     for samples in (2, 3):
@@ -243,8 +243,7 @@ def _compared(model: nn.Module, operation: Operation, inputs: TrialInputs, dtype
             if not equal([t[rows] for t in together], some):
                 return depends
             start += samples
-    # One sample must not reach the others, however large its numbers are: in a comparison with a bound, for example.
-    # Registered Python may refuse odd numbers.
+    # Even NaN or infinity in one sample must not change the others. Registered user code may refuse such numbers.
     for odd in () if inputs.registered else (float("nan"), float("inf"), float("-inf")):
         poisoned = [t.clone() for t in batch]
         for t, batched in zip(poisoned, inputs.batched, strict=True):
@@ -256,18 +255,18 @@ def _compared(model: nn.Module, operation: Operation, inputs: TrialInputs, dtype
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """Return whether a module holds a dropout layer that drops anything in its mode (`StateWatch` refuses changes)."""
+    """Return whether a module contains dropout that is active in its current mode (`StateWatch` refuses later changes)."""
     return any("Dropout" in type(m).__name__ and m.training and getattr(m, "p", 1.0) != 0 for m in module.modules())
 
 
 def check_cuts(
     model: nn.Module, layer: Layer, operation: Operation, inputs: TrialInputs, like: type[nn.Module] | None = None
 ) -> None:
-    """Refuse a registered layer that computes something else in shards than as a whole.
+    """Check that a registered layer computes the same in shards as a whole.
 
     Args:
-        model: with weights; left as it is.
-        like: the class that computes the same, where the layer was registered so.
+        model: a model with weights, which stays unchanged.
+        like: the class given to `register_layer(like=...)`, if any.
 
     Raises:
         InputError: the outputs or the buffers differ.
@@ -280,7 +279,7 @@ def check_cuts(
     local = shared_copy(model)
     module = local.get_submodule(str(operation.target)) if operation.call == "module" else nn.Module()
     if layer.random:
-        module.eval()  # random numbers would hide its own
+        module.eval()  # dropout would hide differences
     module.double()
     before = copy.deepcopy(module.state_dict())
     what = type(module).__name__ if operation.call == "module" else layer.name
@@ -347,14 +346,14 @@ def run_on_random(module: nn.Module, args: Any, kwargs: Any) -> Any:
         value = made(*given[0], **given[1])
         for t, own in zip(tensors_of([args, kwargs]), tensors_of(list(given)), strict=True):
             if own._version:
-                t.zero_()  # so the version of an argument shows that it was overwritten
+                t.zero_()  # mark the argument as overwritten, by its version
         value = map_tensors(value, lambda t: t.to("meta"))
     release(made)
     return value
 
 
 def on_random(value: Any) -> Any:
-    """Return the same nest with random tensors for meta tensors."""
+    """Return the same nested value, with random tensors in place of meta tensors."""
     own = torch.Generator().manual_seed(0)
     return map_tensors(value, lambda t: random_like(t, own) if t.is_meta else t.detach().cpu().clone())
 
@@ -368,12 +367,12 @@ def random_like(like: Tensor, generator: torch.Generator, batch: int | None = No
 
 
 def is_floating(t: Tensor) -> bool:
-    """Return whether a tensor holds numbers that can have a gradient."""
+    """Return whether a tensor's dtype can have a gradient."""
     return t.dtype.is_floating_point or t.dtype.is_complex
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors in a nest of tuples, lists, dicts and dataclasses, in order."""
+    """Return the tensors in nested tuples, lists, dicts and dataclasses, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -384,7 +383,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def map_tensors(value: Any, f: Callable[[Tensor], Any]) -> Any:
-    """Return the same nest with `f` applied to each tensor."""
+    """Return the same nested value, with `f` applied to each tensor."""
     if isinstance(value, Tensor):
         return f(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -399,7 +398,7 @@ def map_tensors(value: Any, f: Callable[[Tensor], Any]) -> Any:
 
 
 def is_close(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal up to rounding: kernels round differently for different numbers of samples."""
+    """Return whether two tensors are equal up to rounding, which differs between numbers of samples."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.is_sparse or b.is_sparse:
