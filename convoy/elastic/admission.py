@@ -149,8 +149,8 @@ def gather_joined(
     admission: Admission | None,
     run_state: RunState | None,
 ) -> tuple[list[str], Any]:
-    """Send joined devices the training state other than the model, the knowledge, and the state of the run. Return the joined
-    devices' names and that training state. Every device calls it.
+    """Send joined devices the training state other than the model, the planner's knowledge, and the state of the run. Return
+    the joined devices' names and that training state. Every device calls it.
 
     Args:
         has: for each device, whether it has a snapshot of the step from which all continue; False for at least one.

@@ -218,7 +218,7 @@ class Member:
 
 
 def instruction(state: Member) -> Instruction:
-    """Return the instruction for a state."""
+    """Return what the device must do in this state."""
     match state.phase:
         case "training":
             return Train()

@@ -102,7 +102,7 @@ class Entrance:
         self._offer: Fields = {}
 
     def hello(self, limit_s: float) -> Fields:
-        """Return the job's description of itself. InputError: no job answers in time, or it has another key or admits none."""
+        """Return the job's description of itself. InputError: no answer in time, another job key, or no device is admitted."""
         until_s, other_key = time.monotonic() + limit_s, None
         certain_s = min(until_s, time.monotonic() + REFUSED_S)
         while True:

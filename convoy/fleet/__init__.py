@@ -1,7 +1,7 @@
-"""The machines of one job as a frozen value: devices, their hosts, the network between the hosts.
+"""The machines of one job as a frozen value: devices, hosts, and the network between the hosts.
 
-A person or a measurement writes its file (TOML); docs/reference/files.md lists all keys. `file.py` has the values and the
-file, `catalogue.py` the figures of device classes, `units.py` reads numbers with units. The room `launch` starts fleets.
+`file.py` has these values and reads and writes their TOML file (keys: docs/reference/files.md). `catalogue.py` has the figures
+of device classes, `units.py` parses numbers with units. The package `launch` starts the devices of a fleet.
 """
 
 from convoy.fleet.file import MAX_SLOWDOWN, WITHIN_HOST, Device, Fleet, Host, Link, NetworkSegment, Nic, read_fleet

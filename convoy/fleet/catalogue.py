@@ -10,15 +10,15 @@ from typing import Any
 
 from convoy.errors import InputError, shown
 
-IDLE = 0.1  # idle watts of a class without a figure of its own, as a part of `busy_w`: an estimate
-CORES_FOR_MEMORY = 4  # use a processor's whole memory bandwidth; with more than sixteen cores, a quarter of them do
+IDLE = 0.1  # estimated `idle_w` / `busy_w`, for classes without a figure
+CORES_FOR_MEMORY = 4  # cores that use the whole memory bandwidth; a quarter of the cores if there are more than 16
 
 _USUAL = ("rtx3060", "a100", "laptop-cpu", "desktop-cpu", "apple-m2", "raspberry-pi-5")
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number with its source; `estimate`: the source does not give it."""
+    """A number with its source. `estimate`: it is estimated, not given by the source."""
 
     value: float
     source: str
@@ -30,13 +30,13 @@ class DeviceClass:
     """One class of devices, in SI units.
 
     Attributes:
-        kind: its type in torch: cpu, cuda (ROCm too), mps or xpu.
-        architecture: the generation: devices of one reach about the same part of their peak.
+        kind: its device type in torch: cpu, cuda (also ROCm), mps or xpu.
+        architecture: its generation; devices of one generation reach about the same fraction of their peak.
         cores: of a processor.
-        peak_flop_per_s: float32 arithmetic without tensor cores.
-        tf32_flop_per_s: of tensor cores, where it differs; torch uses it for convolutions.
+        peak_flop_per_s: float32 peak without tensor cores.
+        tf32_flop_per_s: TF32 peak of tensor cores, which torch uses for convolutions; None: not available.
         memory_bytes_per_s, memory_bytes: of the memory that holds tensors.
-        idle_w, busy_w: of the device alone.
+        idle_w, busy_w: power of the device without its host.
     """
 
     name: str
@@ -53,7 +53,7 @@ class DeviceClass:
     tf32_flop_per_s: Figure | None = None
 
     def with_cores(self, cores: float) -> "DeviceClass":
-        """Return some cores of a processor: arithmetic and watts in proportion, memory bandwidth until a few cores use it."""
+        """Return the class for fewer cores. Peak and watts shrink in proportion, memory bandwidth only for few cores."""
         if self.cores is None or cores >= self.cores:
             return self
         factors = dict.fromkeys(("peak_flop_per_s", "idle_w", "busy_w"), cores / self.cores)
@@ -76,10 +76,10 @@ def device_classes() -> Mapping[str, DeviceClass]:
 
 
 def device_class(name: str) -> DeviceClass:
-    """Return a class by one of its names; `RTX 3060` is `rtx3060`.
+    """Return a class by name or alias; `RTX 3060` is the same as `rtx3060`.
 
     Raises:
-        InputError: there is none; the message has near names.
+        InputError: there is no such class; the message suggests similar names.
     """
     known, plain = names(), plain_name(name)
     if plain not in known:
@@ -93,11 +93,11 @@ def device_class(name: str) -> DeviceClass:
 
 @cache
 def names() -> Mapping[str, tuple[DeviceClass, str]]:
-    """Return classes by all their plain names, each with the name as it is written."""
+    """Return (class, name as written in the catalogue) by the plain form of every name and alias."""
     every = ((each, text) for each in device_classes().values() for text in (each.name, *each.aliases))
     return {plain_name(text): (known, text) for known, text in every}
 
 
 def plain_name(name: str) -> str:
-    """Return a name without case, blanks and dashes."""
+    """Return a name in lower case, with letters and digits only."""
     return "".join(letter for letter in name.lower() if letter.isalnum())

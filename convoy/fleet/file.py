@@ -16,7 +16,7 @@ from convoy.files import parse_toml, read_text
 from convoy.fleet.catalogue import DeviceClass, device_class
 from convoy.fleet.units import Dimension, quantity
 
-KINDS = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu")  # of torch; another is accepted unless it looks misspelt
+KINDS = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu")  # types of torch; others are accepted unless misspelt
 
 Text = Annotated[str, Strict()]
 Truth = Annotated[bool, Strict()]
@@ -24,14 +24,14 @@ _Number = Annotated[float, Strict()]
 _Whole = Annotated[int, Strict()]
 CLOSED = ConfigDict(extra="forbid")
 
-LEAST, MOST = 1e-12, 1e21  # of a fleet's numbers, in SI units: sums and quotients of others may overflow
-MAX_SLOWDOWN = 10_000.0  # a device that is slower than this would not finish its first step
+LEAST, MOST = 1e-12, 1e21  # range of a fleet's numbers, in SI units, so that sums and quotients cannot overflow
+MAX_SLOWDOWN = 10_000.0  # a slower device would not finish its first step
 MAX_LATENCY_S = 1e6
-MOST_LINES = 20  # findings of one file that are shown
+MOST_LINES = 20  # maximum number of errors shown for one file
 
 
 def _in(dimension: Dimension, *, whole: bool = False) -> BeforeValidator:
-    """Read a number with or without a unit."""
+    """Return a pydantic validator that converts a number or a text with a unit to SI units."""
 
     def read(value: object) -> float | int:
         if whole and isinstance(value, int) and not isinstance(value, bool):
@@ -71,7 +71,7 @@ class Nic:
     """The network interface of a host, shared by all its transfers in one direction.
 
     Attributes:
-        latency_s: seconds that the first byte takes to another host, one way.
+        latency_s: one-way latency to another host.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
@@ -84,7 +84,7 @@ class Nic:
         _in_range("a NIC", self, "latency_s", least=0, most=MAX_LATENCY_S)
 
 
-#: Between two devices of one host, where no link was measured: a round figure for memory and loopback.
+#: Assumed between devices of one host if no link was measured: round numbers for memory and loopback.
 WITHIN_HOST = Nic(send_bytes_per_s=2e9, receive_bytes_per_s=2e9, latency_s=2e-5)
 
 
@@ -94,10 +94,10 @@ class Host:
 
     Attributes:
         address: a host name, an IP address, or a Host of ~/.ssh/config.
-        card: overrides the fleet's network.
-        user, ssh_port: for ssh. None: as ssh chooses.
-        python: the Python there that has Convoy. None: the same path as the Python that starts the fleet.
-        folder: where commands run; a relative one starts at the user's home. None: the folder in which the fleet is started.
+        card: its NIC; None: the fleet's `network`.
+        user, ssh_port: for ssh; None: from ssh's configuration.
+        python: path of the host's Python with Convoy; None: the same path as here.
+        folder: working folder of commands, relative to the user's home; None: the same path as the current folder.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
@@ -117,7 +117,7 @@ class Host:
             # A leading dash would make it an option of ssh.
             if word is not None and not re.fullmatch(r"(?!-)[!-~]+", word):
                 raise InputError(
-                    f"{field} = {shown(word)} of {owner}: it has no blanks and no dash in front; correct it"
+                    f"{field} = {shown(word)} of {owner}: it must not contain blanks or start with a dash; correct it"
                 )
         _in_range(owner, self, "ssh_port", least=1, most=65535)
         for field in ("python", "folder"):
@@ -128,17 +128,16 @@ class Host:
 
 @dataclass(frozen=True)
 class Device:
-    """One compute device; one process each.
+    """A compute device, used by one process.
 
     Attributes:
         host: name of its host.
-        kind: its type in torch, such as one of `KINDS`.
-        cores: processor cores it may use; an emulation imposes them as a quota. None: no limit.
-        slowdown: run it this many times slower (1: as it is).
-        memory_bytes: how much plans may fill.
-        peak_flop_per_s, memory_bytes_per_s: upper limits of float32 arithmetic and memory bandwidth, for devices that were
-            not measured.
-        class_name: its class in the catalogue; `class` in a file, where it supplies the missing figures.
+        kind: its device type in torch, such as those in `KINDS`.
+        cores: processor cores that it may use: a quota in emulation, otherwise threads. None: no limit.
+        slowdown: factor by which its process slows it down (1: not at all).
+        memory_bytes: memory that plans may use.
+        peak_flop_per_s, memory_bytes_per_s: float32 peak and memory bandwidth, for devices that were not measured.
+        class_name: its class in the catalogue, which supplies missing figures; the key is `class` in a file.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
@@ -173,7 +172,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """The path from one host to another, one direction, unshared. Source and target may be the same host."""
+    """The path from one host to another, when no other message uses it. Source and target may be the same host."""
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
     source: Text
@@ -189,10 +188,10 @@ class Link:
 
 @dataclass(frozen=True)
 class NetworkSegment:
-    """Hosts on one switch, and the cable from it to all other hosts.
+    """Hosts on one switch, and the cable that connects this switch to all other hosts.
 
     Attributes:
-        hosts: their names. A host in no segment sits where the cables of all segments meet.
+        hosts: their names. Hosts in no segment are on the central switch, which connects the segments.
         uplink: rates out of the segment and into it, shared by all messages that cross it, and its additional latency.
     """
 
@@ -212,12 +211,12 @@ class Fleet:
     """Devices, hosts and the network between them. The order of the devices is their index in plans and shares.
 
     Attributes:
-        network: the NIC of every host that has none of its own; None where no host needs it.
-        links: measured pairs; all others follow from the NICs.
-        segments: hosts whose messages to all others share a cable; empty where all sit on one switch.
+        network: the NIC of every host without a `card`; None if all have one.
+        links: measured paths between hosts; other paths are computed from the NICs.
+        segments: groups of hosts that share a cable to all others; empty if all hosts are on one switch.
 
     Raises:
-        InputError: no device, a name twice, an unknown host, a host without a device or NIC, a host in two segments.
+        InputError: no device, a duplicate name, an unknown host, a host without a device or NIC, a host in two segments.
     """
 
     hosts: tuple[Host, ...]
@@ -237,18 +236,18 @@ class Fleet:
 
     @classmethod
     def from_toml(cls, text: str, source: str = "fleet.toml") -> "Fleet":
-        """Read the text of a file. `source` names the file in errors.
+        """Parse a fleet file. `source` names the file in errors.
 
         Raises:
-            InputError: not TOML, an unknown key, a value of the wrong type or out of range, sections that contradict
-                each other. The message gives the path of the field, such as `device[2].cores`.
+            InputError: invalid TOML, an unknown key, a value of the wrong type or out of range, or contradictions between
+                sections. The message gives the path of the field, such as `device[2].cores`.
         """
         return cls.from_sections(parse_toml(text, source), source)
 
     @classmethod
     def from_sections(cls, sections: Mapping[str, Any], source: str) -> "Fleet":
         """Read the sections of a parsed file. Raises InputError as `from_toml`."""
-        # `convoy.simulate.table` reads what `convoy measure` adds for predictions.
+        # `convoy.simulate.table` reads the section of `convoy measure`.
         own = {name: value for name, value in sections.items() if name != "measured"}
         if isinstance(rows := own.get("device"), list):
             own["device"] = [_device_as_now(row, f"device[{index}]") for index, row in enumerate(rows)]
@@ -287,8 +286,8 @@ class Fleet:
         return nic
 
     def path(self, source: str, target: str) -> Link:
-        """Return the path from host to host: as measured, or with the lowest rate of NICs and uplinks, and the sum of the
-        uplinks' latencies and the higher one of the NICs."""
+        """Return the measured path between two hosts. If it was not measured, its rate is the lowest of NICs and uplinks,
+        and its latency the higher one of both NICs plus those of the uplinks."""
         self._host(source), self._host(target)
         for link in self.links:
             if (link.source, link.target) == (source, target):
@@ -301,7 +300,7 @@ class Fleet:
         return Link(source, target, bandwidth_bytes_per_s=min(rates), latency_s=late_s)
 
     def uplinks(self, source: str, target: str) -> tuple[tuple[Nic, ...], tuple[Nic, ...]]:
-        """Return the uplinks that messages between two hosts cross: out of one segment, and into the other."""
+        """Return the uplinks that messages cross: those out of the source's segment, and those into the target's."""
         sender, receiver = self.segment_of(source), self.segment_of(target)
         if sender == receiver:
             return (), ()
@@ -311,7 +310,7 @@ class Fleet:
         return next((segment for segment in self.segments if host in segment.hosts), None)
 
     def with_only(self, devices: Collection[int]) -> "Fleet":
-        """Return this fleet with only these devices, by index, and without the hosts and links that have none."""
+        """Return this fleet with only the devices of these indices, without unused hosts and links."""
         kept = tuple(device for index, device in enumerate(self.devices) if index in devices)
         used = {device.host for device in kept}
         hosts = tuple(host for host in self.hosts if host.name in used)
@@ -337,16 +336,16 @@ def read_fleet(path: Path) -> Fleet:
 
 
 def _figures(known: DeviceClass) -> dict[str, Any]:
-    """Return the figures of a class, by field name."""
+    """Return the figures of a class as fields of `Device`."""
     names = ("peak_flop_per_s", "memory_bytes_per_s", "idle_w", "busy_w")
     return {"memory_bytes": int(known.memory_bytes.value), **{name: getattr(known, name).value for name in names}}
 
 
 def _device_as_now(row: Any, place: str) -> Any:
-    """Return a device's section with the keys of today, and with the catalogue's figures of its class."""
+    """Return a device's section with old keys renamed, and with the figures of its class added."""
     if not isinstance(row, dict):
         return row
-    # Older files have the longer name. In a file with both, the old one is an unknown key.
+    # Old files have the longer name. If a file has both, the old one is reported as an unknown key.
     old = {} if "memory_bytes_per_s" in row else {"memory_bandwidth_bytes_per_s": "memory_bytes_per_s"}
     row = {old.get(key, key): value for key, value in row.items()}
     name = row.pop("class", None)
@@ -364,7 +363,7 @@ def _device_as_now(row: Any, place: str) -> Any:
 
 @dataclass(frozen=True)
 class _File:
-    """The sections of the file, under their names there."""
+    """The sections of a fleet file, by their names in the file."""
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
     host: tuple[Host, ...]
@@ -381,7 +380,7 @@ _SECTIONS: Mapping[str, type[Any]] = {
 
 
 def first_of(lines: Sequence[str], source: str) -> str:
-    """Join the findings of a file, a line each, and count those that are left out."""
+    """Join the first `MOST_LINES` errors of a file, one per line, and add the number of further ones."""
     more = [f"and {len(lines) - MOST_LINES} more like these"] * (len(lines) > MOST_LINES)
     return "\n".join(f"{source}: {line}" for line in [*lines[:MOST_LINES], *more])
 
@@ -389,7 +388,7 @@ def first_of(lines: Sequence[str], source: str) -> str:
 def explain(
     error: ErrorDetails, top: type[Any], sections: Mapping[str, type[Any]], remedy: str, prefix: str = ""
 ) -> str:
-    """Return one line for one finding of pydantic in a file: path, value, rule, remedy.
+    """Return a line for one pydantic error in a file: path, value, rule, remedy.
 
     Args:
         top: the class of the whole file.
@@ -427,7 +426,7 @@ def _table(value: Nic | Host | NetworkSegment | Device | Link) -> tomlkit.items.
 def _unique(section: str, names: Sequence[str]) -> None:
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise InputError(f"{section}[{index}] {name!r} is there twice: each {section} has another name; rename")
+            raise InputError(f"{section}[{index}] {name!r} exists twice: each {section} needs its own name; rename one")
 
 
 def _check_hosts(fleet: Fleet) -> None:
@@ -445,9 +444,9 @@ def _check_hosts(fleet: Fleet) -> None:
     for index, segment in enumerate(fleet.segments):
         for name in segment.hosts:
             if name in of_segment:
-                where = f"{name!r} is in segment[{of_segment[name]}], too"
+                where = f"{name!r} is also in segment[{of_segment[name]}]"
                 raise InputError(
-                    f"segment[{index}].hosts: {where}: a host is in one segment at most; take it out of one"
+                    f"segment[{index}].hosts: {where}: a host is in at most one segment; remove it from one"
                 )
             of_segment[name] = index
     with_device = {device.host for device in fleet.devices}

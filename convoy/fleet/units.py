@@ -1,4 +1,4 @@
-"""Reads numbers with units, as people write them: `12 GB`, `1 Gbit/s`, `450 ms`, `64 GiB`, `12e9`; returns SI units."""
+"""Parses numbers with units such as `12 GB`, `1 Gbit/s`, `450 ms`, `64 GiB` or `12e9` into SI units."""
 
 import math
 import re
@@ -44,12 +44,12 @@ _FORM = re.compile(r"\s*(?P<number>[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)
 
 
 def quantity(value: object, dimension: Dimension) -> float:
-    """Return a number in SI units, from a number or a text with a unit.
+    """Convert a number, or a text with a unit, to SI units.
 
-    Upper and lower case are the same, except in bits and bytes per second: `Gb/s` are bits, `GB/s` bytes.
+    Case matters only for bits and bytes per second: `Gb/s` are bits, `GB/s` bytes.
 
     Raises:
-        InputError: no such number, or no unit of this dimension; the message gives examples.
+        InputError: it is not a number, or the unit has another dimension; the message gives examples.
     """
     kind, examples = _RULES[dimension]
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
@@ -68,14 +68,14 @@ def quantity(value: object, dimension: Dimension) -> float:
 
 
 def _size(unit: str, dimension: Dimension) -> float | None:
-    """Return one unit in SI units; None if it is no unit of this dimension."""
+    """Return a unit's factor to SI units; None if it is not a unit of this dimension."""
     if not unit:
         return 1.0
     word = re.sub(r"\s+", "", unit)
     rate = dimension in ("bytes_per_s", "flop_per_s")
     short = re.sub(r"(/s|/sec|/second|ps)$", "", word, flags=re.IGNORECASE) if rate else word
     if dimension == "bytes_per_s" and short[-1:].lower() == "b" and short[:-1].lower() in _LARGE:
-        # Only here the case of a letter decides: b is a bit, B a byte. Of 1 gb/s nobody knows which.
+        # Only here case matters: b is a bit, B a byte. 1 gb/s is ambiguous.
         factor = _LARGE[short[:-1].lower()]
         return {"b": factor / 8, "B": factor}[short[-1]] if not short[:-1] or short[0] in "kKMGTP" else None
     known = _UNITS[dimension]

@@ -48,7 +48,7 @@ def from_line(line: bytes) -> Message | None:
 
 
 class Agent:
-    """The executor of the launcher's orders on this host, until its devices have ended.
+    """The process on a host that runs the launcher's orders, until the host's devices have ended.
 
     Args:
         orders, answers: file descriptors to read from and write to.
@@ -177,7 +177,7 @@ def meeting_point(peers: Sequence[str], port: int | None) -> tuple[str, int]:
         try:
             probe.bind(target)
         except OSError as error:
-            why = f"the devices cannot meet at {host} port {port}: {error.strerror}"
+            why = f"device 0 cannot listen at {host} port {port}: {error.strerror}"
             raise InputError(f"{why}; give another --port, or none for a free one") from None
         return host, int(probe.getsockname()[1])
 

@@ -26,7 +26,7 @@ class JobOptions:
         port: rendezvous port on device 0's host; None: a free port.
         logs: a folder on each host for the output of its devices, except device 0.
         goes_on: the devices continue without lost devices. The output of all is shown: scripts use `convoy.print`.
-        silence_s: with `goes_on`, kill a device that is stopped for this long: the others have lost it by then.
+        silence_s: with `goes_on`, kill a device that has been stopped this long, because the others have removed it.
         grace_s: seconds for devices to end by themselves after one has failed, or after Ctrl-C.
     """
 
@@ -47,7 +47,7 @@ class HostJob:
     Attributes:
         ranks: indices of its devices in the fleet.
         names: their torch devices.
-        own: more variables of each, without those of its rank.
+        own: further environment variables of each device.
         memory_bytes: memory that plans may use on its CPU devices; 0: unknown.
     """
 
@@ -100,7 +100,7 @@ def device_environments(
         ranks, names: index in the job and torch device of each.
         total: number of devices in the job, on all machines.
         hosted: the launcher hosts the rendezvous store; otherwise device 0 does.
-        own: more variables of each.
+        own: further variables of each device.
     """
     kept = {name: value for name, value in base.items() if name not in (*RANK_VARIABLES, "TORCHELASTIC_RESTART_COUNT")}
     kept |= memory_environment(base)

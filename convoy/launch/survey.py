@@ -93,7 +93,7 @@ def host_of(text: str) -> Host:
 
 
 def _name(address: str) -> str:
-    """Return a host's name in the file: the first part of a host name, or a whole IP address."""
+    """Return a host's name for the fleet file: the first part of a host name, or the whole IP address."""
     plain = address if re.fullmatch(r"[\d.:a-fA-F]*[.:][\d.:a-fA-F]*", address) else address.partition(".")[0]
     return re.sub(r"[^A-Za-z0-9-]", "-", plain)
 

@@ -50,7 +50,7 @@ class EnergyMeter:
         self.joules()
 
     def joules(self) -> float | None:
-        """Return the joules since the previous call (first: since construction); None without counters."""
+        """Return the joules since the previous call, or since construction in the first call; None without counters."""
         if not self.counters:
             return None
         try:

@@ -103,7 +103,7 @@ class WireTimes:
 
 
 class Stage(NamedTuple):
-    """Messages of one size, timed at one end: seconds of each with its acknowledgement, and processor seconds."""
+    """The times of messages of one size, at one end: seconds until the acknowledgement, and processor seconds."""
 
     size: int
     seconds: list[float]
@@ -156,7 +156,7 @@ class TimedMessages:
             stages.append(Stage(size, [], self.fan(peer, {me: size}, {me: ACK_BYTES}, count).processor_s))
 
     def lead(self, peer: int, allowance_s: float) -> list[Stage]:
-        """Time small messages, and messages of the largest size that the time allows. Only this end measures time."""
+        """Time small messages, and messages of the largest size that the time allows. The peer calls `follow`."""
 
         def stage(size: int, count: int) -> Stage:
             order = torch.tensor([size, count], dtype=torch.int64, device=self.group.torch_device)
@@ -273,7 +273,7 @@ def _both_directions(a: int, b: int, out: Sequence[Stage], back: Sequence[Stage]
 
 
 def _bandwidth(stages: Sequence[Stage]) -> float:
-    """Return bytes/s: extra bytes of the largest messages over a small one, divided by the extra time over the fastest one.
+    """Return bytes/s, from the differences in bytes and time between the largest messages and the fastest small one.
 
     Slower small messages had to wait for a busy processor; a large message contains that wait only once.
     """

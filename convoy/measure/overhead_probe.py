@@ -336,7 +336,7 @@ def measure_sync(
 def sync_overhead(
     devices: Sequence[Blocks], quotas: Sequence[Quota], wire: WireTimes, overheads: Sequence[Overheads], ring_bytes: int
 ) -> SyncOverhead:
-    """Compute the synchronisation costs from the times of all devices."""
+    """Compute the synchronisation costs of all devices from their measured blocks."""
     costs = []
     for own, each in zip(overheads, devices, strict=True):
         rest_s = statistics.median(each.get("rest_calls", [0.0]))

@@ -82,7 +82,7 @@ def _fractions(whole: int, least: int = 1) -> tuple[int, ...]:
 
 
 def _every_second(axis: Sequence[int]) -> tuple[int, ...]:
-    """Return the last size, every second one before it, and the first one."""
+    """Return every second size, always including the first and the last."""
     return tuple(sorted({*axis[::-1][::2], *axis[:1]}))
 
 
@@ -93,7 +93,7 @@ def _ends(axis: Sequence[int]) -> tuple[int, ...]:
 def choose_axes(
     full: Axes, whole: LocalSize, expected_s: Expected, allowance_s: float, slice_s: float = SLICE_S
 ) -> Axes:
-    """Return the axes that fit the time: the largest sizes first, then as many as possible.
+    """Return the axes that fit the time: prefer large sizes, then many sizes.
 
     Samples and channels shrink in turn, so that neither is extrapolated far. The ends of short axes are always timed: a
     single small size is mostly overhead, and extrapolating from it gave eight times the true seconds.

@@ -341,7 +341,7 @@ def typical(values: Sequence[float]) -> float:
 
 
 def median_error(values: Sequence[float]) -> float:
-    """Return the relative standard error of the median, half the range between the ranks n / 2 +- sqrt(n) / 2."""
+    """Return the standard error of the median, divided by the median. (It is found from values near the median's rank.)"""
     rows, middle, away = sorted(values), (len(values) - 1) / 2, len(values) ** 0.5 / 2
 
     def at(place: float) -> float:

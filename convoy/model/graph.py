@@ -173,7 +173,7 @@ class Layer:
 
     @property
     def traced_back(self) -> tuple[bool, ...]:
-        """Per input, whether it gets a gradient."""
+        """For each input, whether it gets a gradient."""
         return tuple(self.differentiable and i not in self.no_gradient_to for i in range(len(self.inputs)))
 
     @cached_property

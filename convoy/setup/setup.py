@@ -1,4 +1,4 @@
-"""`convoy fleet setup`: brings the hosts of a fleet to the state of this machine. A thin front of ssh, rsync and uv."""
+"""`convoy fleet setup`: installs this machine's packages and project on the hosts of a fleet, with ssh, rsync and uv."""
 
 import os
 import re
@@ -24,9 +24,9 @@ from convoy.launch.fleet import startable
 from convoy.launch.ssh import remedy, ssh_call, ssh_program, ssh_words
 from convoy.launch.supervisor import Interrupts, Signalled, Start, Supervisor, by_line
 
-LIMIT_S = 6 * 3600.0  # for all hosts: gigabytes of CUDA and of data over a slow line
+LIMIT_S = 6 * 3600.0  # for all hosts: a slow line may carry gigabytes of CUDA packages and data
 DOCTOR_S = 60.0
-PYTHON = "../venv/bin/python"  # of a host, seen from the project's folder there
+PYTHON = "../venv/bin/python"  # path on a host, relative to the project's folder there
 
 _PATH = "PATH=$PATH:$HOME/.local/bin:$HOME/.cargo/bin:/usr/local/bin:/opt/homebrew/bin"
 
@@ -36,11 +36,11 @@ for need in "rsync: apt install rsync" "uv: https://docs.astral.sh/uv"; do
 done
 mkdir -p "$1" && cd "$1" || exit 1
 if [ ! -e convoy-setup.json ] && [ -n "$(ls -A)" ]; then
-  echo "$1 is not empty, and not setup's own: give another folder with --into, or remove it there"; exit 1
+  echo "$1 is not empty, and setup did not create it: give another folder with --into, or remove it there"; exit 1
 fi
 touch convoy-setup.json && mkdir -p packages project
 """
-"""Runs first on a host; $1: the folder."""
+"""First script on a host: checks the tools and creates the folders. $1: setup's folder."""
 
 INSTALL = f"""{_PATH}
 cd "$1/packages" || exit 1
@@ -55,11 +55,11 @@ exec 3<&0
 wait $child; status=$?
 kill $watch; exit $status
 """
-"""Runs between; $1: the folder, $2: Python's version, then options of uv. It ends with its input: when ssh does."""
+"""Second script: installs the packages. $1: setup's folder, $2: Python's version, then options of uv. Ends with its input."""
 
 REMEDY = (
-    "mend that and run setup again. Another disk: --into. Another package index: --index, or wheels of all packages with "
-    "--wheels FOLDER --index none. Fewer packages: --requirements"
+    "correct this and run setup again. To use another disk: --into. Another package index: --index, or wheels of all packages "
+    "with --wheels FOLDER --index none. Fewer packages: --requirements"
 )
 
 
@@ -67,20 +67,20 @@ def setup_fleet(
     path: Path, into: str = "convoy", data: Sequence[Path] = (), requirements: Path | None = None,
     wheels: Path | None = None, index: str | None = None, print_lines: bool = False, doctor: bool | None = None,
 ) -> int:  # fmt: skip
-    """Bring the hosts of a fleet file to the state of this machine; return the exit status.
+    """Install this environment's packages and the current folder on the hosts of a fleet file. Return the exit status.
 
-    The project is the current folder. Hosts whose `python` or `folder` a person has named in the file are left as they are.
+    Hosts with a `python` or `folder` that the user wrote into the file are skipped.
 
     Args:
-        into: the folder on the hosts in which setup makes one for the project; without a leading / in the user's home.
-        data: files and folders of the project that are sent though git ignores them.
+        into: the parent folder on the hosts; a relative path starts in the user's home.
+        data: files and folders of the project to send although git ignores them.
         requirements, wheels, index: see `pack`.
-        print_lines: change nothing, print what would be done.
-        doctor: examine the fleet at the end; None: where packages were installed.
+        print_lines: only print the commands.
+        doctor: examine the fleet at the end; None: only if packages were installed.
 
     Raises:
-        InputError: an option, file or package that cannot be used; or hosts that failed: names all of them, each with the
-            remedy. The others were set up.
+        InputError: an option, file or package cannot be used, or hosts failed. The message names all failed hosts with
+            remedies; the others were set up.
     """
     fleet, begin_s = startable(path), time.monotonic()
     if fleet is None:
@@ -103,7 +103,7 @@ def setup_fleet(
         try:
             output = _run(scripts, interrupts, report)
         except Signalled as interrupted:
-            print("interrupted: what was begun is finished by the next `convoy fleet setup`", file=sys.stderr)
+            print("interrupted: the next `convoy fleet setup` continues from here", file=sys.stderr)
             return interrupted.status
     _name_places(path, {name: f"{root[name]}/project" for name, (status, _) in output.items() if status == 0}, report)
     troubles = []
@@ -125,7 +125,7 @@ def setup_fleet(
 
 
 def sent_modules(fleet: Fleet, project: Path) -> list[Path]:
-    """Return the Python files of a project that setup has sent to all hosts: they must be the same when a script runs."""
+    """Return the Python files that setup has sent to all hosts, and that must not differ when a script runs."""
     others = [host for host in fleet.hosts if not is_own(str(host.address))]
     if not others or not all((host.folder or "").endswith(f"/{project.name}-{host.name}/project") for host in others):
         return []
@@ -133,9 +133,9 @@ def sent_modules(fleet: Fleet, project: Path) -> list[Path]:
 
 
 def host_script(host: Host, root: str, scratch: Path, project: Path, options: Sequence[str], ssh: Sequence[str]) -> str:
-    """Return the lines for a shell here that bring a host to the state of this machine. Pure.
+    """Return a shell script for this machine that sets up a host. Pure.
 
-    `root` is setup's folder there, `scratch` as `pack` has filled it; `options` are of `uv pip install`.
+    `root`: setup's folder on the host; `scratch`: the folder that `pack` has filled; `options`: of `uv pip install`.
     """
     address = f"[{host.address}]" if ":" in str(host.address) else str(host.address)
     rsync = ["rsync", "--protect-args", "-e", shlex.join(ssh_words(ssh, host))]
@@ -143,7 +143,7 @@ def host_script(host: Host, root: str, scratch: Path, project: Path, options: Se
     def there(script: str, *words: str) -> list[str]:
         return ssh_call(ssh, host, shlex.join(["sh", "-c", script, "sh", root, *words]))
 
-    # Packages by content: a project's wheel is rebuilt each time, and uv reinstalls a file with another date.
+    # Compare packages by content (-c): a project's wheel is rebuilt each time, and uv reinstalls a file with another date.
     commands = [
         there(BEGIN),
         [*rsync, "-rLcp", f"{scratch}/packages/", f"{address}:{root}/packages/"],
@@ -157,9 +157,9 @@ def _to_set_up(fleet: Fleet, project: str, report: Callable[[str], None]) -> lis
     chosen = []
     for host in fleet.hosts:
         if is_own(str(host.address)):
-            report(f"{host.name}: this machine, as it is")
+            report(f"{host.name}: this machine, needs no setup")
         elif (host.python or host.folder) and not (host.folder or "").endswith(f"/{project}-{host.name}/project"):
-            report(f"{host.name}: left as it is, since its [[host]] names a python or folder that is not setup's")
+            report(f"{host.name}: skipped, because its [[host]] names its own python or folder")
         else:
             chosen.append(host)
     return chosen
@@ -168,7 +168,7 @@ def _to_set_up(fleet: Fleet, project: str, report: Callable[[str], None]) -> lis
 def _run(
     scripts: Mapping[Host, str], interrupts: Interrupts, report: Callable[[str], None]
 ) -> dict[str, tuple[int, deque[str]]]:
-    """Run the scripts of all hosts at a time; return the exit status and the last lines of each host, by name."""
+    """Run the scripts of all hosts in parallel. Return each host's exit status and last lines, by name."""
     output = {host.name: deque[str](maxlen=200) for host in scripts}
 
     def sink(name: str) -> Callable[[bytes], None]:
@@ -181,7 +181,7 @@ def _run(
 
     with Supervisor(interrupts) as processes:
         for number, (host, script) in enumerate(scripts.items()):
-            # The input stays open: what runs on the host ends with it.
+            # The input stays open, because programs on the host stop when it closes.
             processes.start(
                 Start(
                     device=number, name=host.name, command=["sh", "-c", script], stdin=subprocess.PIPE, stdout=sink(host.name),
@@ -190,12 +190,12 @@ def _run(
             )  # fmt: skip
         if not processes.listen(lambda: not processes.running, LIMIT_S):
             names = ", ".join(process.start.name for process in processes.running)
-            raise InputError(f"hosts not ready after {LIMIT_S:g} s: {names}; run setup again, it continues from there")
+            raise InputError(f"hosts not ready after {LIMIT_S:g} s: {names}; run setup again to continue")
         return {ending.name: (ending.status, output[ending.name]) for ending in processes.endings}
 
 
 def _name_places(path: Path, folders: Mapping[str, str], report: Callable[[str], None]) -> None:
-    """Write python and folder of hosts into the fleet file, where they are not there yet."""
+    """Write the python and folder of these hosts into the fleet file."""
     document = tomlkit.parse(read_text(path, "fleet file", "give a fleet file"))
     changed = []
     for table in document.get("host", []):
@@ -208,12 +208,12 @@ def _name_places(path: Path, folders: Mapping[str, str], report: Callable[[str],
         report(f"wrote python and folder of {', '.join(changed)} into {path}")
 
 
-# --- what is sent ------------------------------------------------------------------------------------------
+# --- packages and files to send ----------------------------------------------------------------------------
 
-MOST_BYTES = 2_000_000_000  # a larger project contains data that nobody meant to send
+MOST_BYTES = 2_000_000_000  # a larger project probably contains data by mistake
 
 BUILDS = re.compile(r"(nvidia|cuda|triton|pytorch-triton|intel|dpcpp|onemkl)(-.*)?|tbb|umf|tcmlib|impi-rt|pip")
-"""Libraries that a build of torch brings by itself; and pip."""
+"""Packages that are not listed: dependencies of a particular build of torch, and pip."""
 
 _LEFT_OUT = {"__pycache__", "node_modules", "runs"}
 _UV_S, _GIT_S = 300.0, 60.0
@@ -222,15 +222,15 @@ _UV_S, _GIT_S = 300.0, 60.0
 def pack(
     scratch: Path, project: Path, data: Sequence[Path], names: Path | None, wheels: Path | None, index: str | None
 ) -> None:
-    """Write what is sent into `scratch`: a folder `packages`, and `listing`, paths in the project ended by zero bytes.
+    """Write the folder `packages` and the file `listing` (paths in the project, each ended by a zero byte) into `scratch`.
 
     Args:
         names: a file of requirements; None: all packages of this environment.
-        wheels: a folder of wheels that packages are taken from before any index.
-        index: the package index; "none": only `wheels`; None: as each host is configured.
+        wheels: a folder of wheels, used before any index.
+        index: the package index; "none": only `wheels`; None: the host's configuration.
 
     Raises:
-        InputError: there is no uv here; an option or file that cannot be used.
+        InputError: uv is missing here, or an option or file cannot be used.
     """
     packages = scratch / "packages"
     packages.mkdir()
@@ -252,15 +252,15 @@ def pack(
         (packages / "constraints.txt", "\n".join([*(line for line in pins if not line.startswith("./")), ""])),
         (scratch / "listing", "".join(f"{path}\0" for path in paths)),
     ):
-        path.touch(mode=0o600)  # an index's address may hold a password, which must be in no command line
+        path.touch(mode=0o600)  # the index's URL may contain a password, which must not appear in a command line
         path.write_bytes(os.fsencode(text))
 
 
 def requirements_here(folder: Path) -> list[str]:
-    """Return the packages of this environment as uv lists them; wheels of those from a folder or file here go into `folder`.
+    """Return the requirements of this environment. Write wheels of packages from local folders and files into `folder`.
 
     Raises:
-        InputError: there is no uv, or it builds no wheel of a project in a folder.
+        InputError: uv is missing, or cannot build a wheel.
     """
     lines = []
     for line in _uv("pip", "freeze", "--python", sys.executable).splitlines():
@@ -276,9 +276,9 @@ def requirements_here(folder: Path) -> list[str]:
             (folder / path.name).symlink_to(path)
             lines.append(f"./{path.name}")
         elif path is not None:
-            lines.append(f"{name}=={version(name)}")  # built elsewhere, as conda's packages are
+            lines.append(f"{name}=={version(name)}")  # built on another machine, as conda's packages are
         else:
-            lines.append(line.partition("+")[0] if line.startswith("torch") else line)  # without the label of a build
+            lines.append(line.partition("+")[0] if line.startswith("torch") else line)  # without a label such as +cpu
     return lines
 
 
@@ -292,15 +292,15 @@ def _uv(*words: str) -> str:
         ) from None
     if done.returncode != 0:
         output = " | ".join(done.stderr.split("\n")[-4:]).strip(" |")
-        raise InputError(f"uv {' '.join(words)} failed: {output}; mend that, or uninstall that package here")
+        raise InputError(f"uv {' '.join(words)} failed: {output}; correct this, or uninstall that package here")
     return done.stdout
 
 
 def project_files(folder: Path) -> list[str]:
-    """Return the project's files: tracked by git, or neither ignored by git nor hidden, a cache, an environment or runs.
+    """Return the files to send: tracked ones, and others unless ignored by git, hidden, or in a cache, environment or `runs`.
 
     Raises:
-        InputError: more than MOST_BYTES.
+        InputError: they have more than `MOST_BYTES`.
     """
     tracked = _git_files(folder, "--cached")
     others = list(_walk(folder)) if tracked is None else _git_files(folder, "--others", "--exclude-standard")
@@ -309,14 +309,14 @@ def project_files(folder: Path) -> list[str]:
     if (size := sum(sizes.values())) > MOST_BYTES:
         largest = max(sizes, key=lambda path: sizes[path])
         raise InputError(
-            f"the project in {folder} has {size / 1e9:.1f} GB, the largest file is {largest}: at most "
-            f"{MOST_BYTES / 1e9:g} GB are sent unnamed; let git ignore the data, and name what the hosts need with --data"
+            f"the project in {folder} has {size / 1e9:.1f} GB, the largest file is {largest}: the limit without --data is "
+            f"{MOST_BYTES / 1e9:g} GB; let git ignore the data, and name the data that the hosts need with --data"
         )
     return list(sizes)
 
 
 def _git_files(folder: Path, *options: str) -> list[str] | None:
-    """Return what git lists; None where there is no repository."""
+    """Return the files that `git ls-files` lists; None if the folder is in no repository."""
     words = ["git", "-C", str(folder), "ls-files", "-z", *options]
     try:
         done = subprocess.run(words, capture_output=True, timeout=_GIT_S, check=False)
@@ -339,18 +339,18 @@ def _is_left_out(folder: Path, path: str) -> bool:
 
 
 def data_paths(folder: Path, named: Iterable[Path]) -> list[str]:
-    """Return named files and folders as paths in the project, where data that lies elsewhere can be linked in.
+    """Return these files and folders as paths relative to the project.
 
     Raises:
-        InputError: data that is not there, or does not lie in the project.
+        InputError: a path does not exist, or is not in the project.
     """
     found = []
     for path in named:
         full = Path(os.path.abspath(folder / path))
         if not (os.path.isfile(full) or os.path.isdir(full)) or not full.is_relative_to(folder):
             raise InputError(
-                f"--data {shown(path)}: no file or folder of the project {folder}, where a script finds it on all hosts; link "
-                "data that lies elsewhere into it: ln -s FOLDER data"
+                f"--data {shown(path)}: not a file or folder in the project {folder}, where scripts find it on all hosts; link "
+                "other data into the project: ln -s FOLDER data"
             )
         found.append(str(full.relative_to(folder)))
     return found

@@ -91,7 +91,7 @@ def _arithmetic(steps: StepList, graph: Graph, times: ComputeTimes) -> Iterator[
 
 
 class _Pricer:
-    """The converter from one device's program to simulator items with seconds."""
+    """A converter of one device's program to the simulator's items, which have seconds and bytes."""
 
     def __init__(
         self, program: DeviceProgram, steps: StepList, graph: Graph, costs: Costs, labels: dict[int, str]

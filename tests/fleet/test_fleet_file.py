@@ -154,7 +154,7 @@ def test_devices_of_a_host_keep_their_index() -> None:
         (
             '"attic"]\nuplink',
             '"attic", "attic"]\nuplink',
-            r"'attic' is in segment\[0\], too: a host is in one segment at most",
+            r"'attic' is also in segment\[0\]: a host is in at most one segment",
         ),
         ("5e6,", "-1,", r"send_bytes_per_s = -1.* of a NIC: must be a finite number, at least 1e-12"),
     ],
@@ -177,7 +177,7 @@ def test_invalid_segments_are_refused(old: str, new: str, message: str) -> None:
         ("8_000_000_000", '"8 GX"', r"device\[1\]\.memory_bytes = '8 GX': 'GX' is no unit"),
         ("busy_w = 180", "busy_w = 10", r"device\[1\]\.busy_w = 10(\.0)? of .*at least 20"),
         ('kind = "cpu"', 'kind = "gpu"', r"device\[0\]\.kind = 'gpu' .*choose one of cpu, cuda"),
-        ('name = "cellar"', 'name = "attic"', r"host\[1\] 'attic' is there twice"),
+        ('name = "cellar"', 'name = "attic"', r"host\[1\] 'attic' exists twice"),
         ('name = "attic"', 'name = "at tic"', r"host\[0\]\.name = 'at tic' of a host: a name is"),
         ('"192.168.1.20"', '"my host"', r"host\[0\]\.address = 'my host'"),
         ('"192.168.1.20"', '"-oProxyCommand=x"', r"host\[0\]\.address = '-oProxyCommand=x'"),
@@ -218,7 +218,7 @@ def test_values_made_in_python_are_checked_too() -> None:
     with pytest.raises(InputError, match=r"host\[0\] 'a' has no NIC: with 2 hosts"):
         Fleet(*two)
     link = Link("a", "b", 1e6, 0)
-    with pytest.raises(InputError, match=r"link\[1\] 'a to b' is there twice"):
+    with pytest.raises(InputError, match=r"link\[1\] 'a to b' exists twice"):
         Fleet(*two, network=Nic(1e6, 1e6, 0), links=(link, link))
 
 

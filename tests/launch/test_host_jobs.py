@@ -152,7 +152,9 @@ def test_master_address_is_on_the_route_with_a_free_port() -> None:
     assert meeting_point([], None)[0] == "127.0.0.1", "one host alone"
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
-        with pytest.raises(InputError, match=rf"cannot meet at 127.0.0.1 port {taken}: Address already in use.*--port"):
+        with pytest.raises(
+            InputError, match=rf"cannot listen at 127.0.0.1 port {taken}: Address already in use.*--port"
+        ):
             meeting_point(["127.0.0.1"], taken)
 
 

@@ -91,7 +91,7 @@ def test_data_outside_the_project_is_refused(tmp_path: Path) -> None:
     assert data_paths(project, [Path("data"), project / "train.py"]) == ["data", "train.py"]
     os.mkfifo(project / "pipe")
     for path in (tmp_path / "images", Path("nothing"), Path("pipe"), Path("x" * 300)):
-        with pytest.raises(InputError, match=r"no file or folder of the project .*ln -s"):
+        with pytest.raises(InputError, match=r"not a file or folder in the project .*ln -s"):
             data_paths(project, [path])
 
 
@@ -262,12 +262,14 @@ def test_hosts_that_fail_are_named_with_the_remedy_and_the_others_are_set_up(pro
     (project / "lab.toml").write_text(FLEET)
     put(on(project, "cellar"), "thesis.tex")
     with pytest.raises(
-        InputError, match="birds-cellar is not empty, and not setup's own: give another folder with --into"
+        InputError, match="birds-cellar is not empty, and setup did not create it: give another folder with --into"
     ):
         setup(project)
     assert [path.name for path in on(project, "cellar").iterdir()] == ["thesis.tex"]
     (project.parent / "wheels" / "numpy-2.4.6-py3-none-any.whl").unlink()
-    with pytest.raises(InputError, match=r"numpy==2.4.6 is in no index; mend that .* Another package index: --index"):
+    with pytest.raises(
+        InputError, match=r"numpy==2.4.6 is in no index; correct this .* Another package index: --index"
+    ):
         setup(project, into="elsewhere")
 
 
@@ -285,7 +287,7 @@ def test_manual_setup_is_kept_and_print_changes_nothing(project: Path, capsys: p
     (project / "lab.toml").write_text(named)
     assert setup(project, print_lines=True) == 0
     output = capsys.readouterr().out
-    assert "attic: left as it is, since its [[host]] names a python or folder" in output
+    assert "attic: skipped, because its [[host]] names its own python or folder" in output
     assert "# host cellar\n" in output
     assert "# host attic" not in output
     assert (project / "lab.toml").read_text() == named
@@ -308,7 +310,7 @@ def test_interrupted_setup_ends_its_processes(project: Path, monkeypatch: pytest
         os.kill(started.pid, signal.SIGINT)
         _, errors = started.communicate(timeout=60)
     assert started.returncode == 130
-    assert errors.splitlines()[-1] == "interrupted: what was begun is finished by the next `convoy fleet setup`"
+    assert errors.splitlines()[-1] == "interrupted: the next `convoy fleet setup` continues from here"
     assert eventually(lambda: installing() == 0)
     monkeypatch.setenv("QUICK_UV_SLOW", "0")
     assert setup(project) == 0
