@@ -34,7 +34,7 @@ class TrainAdmission(ScriptAdmission):
 
     @property
     def facts(self) -> Fields:
-        """Facts that this joining device reports; `build_members` adds `known`."""
+        """Return the facts that this joining device reports; `build_members` adds `known`."""
         row = self.reporter.devices[0]
         return {"same": self.required(), "title": f"host {row[1]}, {row[0]}", "device": list(row)}
 

@@ -69,7 +69,7 @@ def run_of(offer: Fields, own: Mapping[str, Any], accepted: Collection[str] = ()
 def measured_alone(
     offer: Fields, settings: Settings, model: nn.Module, example: Tensor, group: Group, slowdown: float
 ) -> FleetKnowledge:
-    """Measure this device alone, as the job measured its devices."""
+    """Measure this device alone, with the same method as the job's devices."""
     if not offer["timed"]:
         return FleetKnowledge(ids=(0,), speeds=Speeds((1.0,), measured=False))
     traced, batch, precision = trace(model, example), settings.micro_batch, settings.precision

@@ -41,7 +41,7 @@ from convoy.train.loop import Training, fit
 
 @dataclass(frozen=True)
 class Job:
-    """A training on one device, as it was started.
+    """The inputs of a training on one device.
 
     Attributes:
         invitation: the running job's reply, if this device joins one.

@@ -59,7 +59,7 @@ class RateCurve:
 
     Attributes:
         steps: optimizer steps of the whole training.
-        warmup_steps: steps of a linear rise; of one-cycle, the steps of its own rise.
+        warmup_steps: steps in which the rate rises: linearly, or for one-cycle on half a cosine.
         drop_steps, drop_factor: for "step": multiply the rate by the factor after every `drop_steps` steps.
     """
 
@@ -72,8 +72,8 @@ class RateCurve:
     def factor(self, step: int) -> float:
         """Return the factor of the learning rate in a step, counted from 0.
 
-        Cosine: Loshchilov & Hutter 2017, one period without restarts. One-cycle: Smith & Topin 2019, up on half a cosine, down
-        on another.
+        Cosine: Loshchilov & Hutter 2017, one period without restarts. One-cycle: Smith & Topin 2019, half a cosine up and
+        half a cosine down.
         """
         warmup = self.warmup_steps
         if self.name == "one-cycle":
@@ -123,10 +123,10 @@ class Recipe:
 
 @dataclass
 class Training:
-    """A model, and the objects that change with it in a step.
+    """A model with its optimizer, recipe, schedule, weight average and loss scaler.
 
     Attributes:
-        average: of the weights, updated by hooks of the optimizer; tests use it.
+        average: moving average of the weights, updated by optimizer hooks and used in tests.
         report: called with a line of text when the loss is NaN or infinite for the first time.
     """
 
@@ -195,12 +195,12 @@ def fit(
     """Train with cross entropy for some epochs, and test in between. Every device calls it.
 
     Args:
-        checkpointer: saves the run, and has the position to continue from.
+        checkpointer: saves the run, and knows the step from which to continue.
         members: lets the training continue when devices are lost or join.
 
     Raises:
-        DivergedError: the loss is NaN or infinite, and the recipe stops then; the weights are those before that step, or on an
-            accelerator up to `LATE_STEPS` steps later.
+        DivergedError: the loss is NaN or infinite, and the recipe has `stops_diverged`. The weights are those before that
+            step, on an accelerator up to `LATE_STEPS` steps later.
         StoppedError: a stop was requested for all devices; a checkpointer has saved the training.
     """
     loop = _Loop(training, test, observer or Observer(), rebalancer, checkpointer, members)
@@ -277,7 +277,7 @@ class _Loop:
             self.rebalancer.restart()
 
     def reload(self) -> tuple[int, list[int]]:
-        """Load the last checkpoint. Return its step and the place in the data."""
+        """Load the last checkpoint. Return its step and its position in the data."""
         assert self.checkpointer is not None
         found = self.checkpointer.reload()
         return found.step, [found.step, found.epoch, found.batch]
@@ -355,7 +355,7 @@ class _Loop:
             self.checkpointer.after_step()
 
     def _checked(self, result: StepResult) -> StepResult:
-        """Return the argument. At the first NaN or infinite loss warn, or raise DivergedError, as the recipe says."""
+        """Return the argument. At the first NaN or infinite loss, warn, or raise DivergedError if the recipe stops then."""
         if self.record.history.diverged is not None or math.isfinite(result.loss):
             return result
         self.record.diverge(result.step + 1)
@@ -379,7 +379,7 @@ class _Loop:
         self._report_steps(self._checked(each) for each in self.unread.due(late=0))
 
     def _pause(self, epoch: int) -> None:
-        """Test within an epoch, outside of the training time."""
+        """Run a test within an epoch, without counting it as training time."""
         start_s = time.perf_counter()
         self.read_all()
         self._evaluate(epoch, ends_epoch=False)

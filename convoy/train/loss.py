@@ -24,16 +24,16 @@ _ALIKE = (
     nn.L1Loss, nn.MSELoss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss,
     nn.SoftMarginLoss, nn.KLDivLoss, nn.HingeEmbeddingLoss, nn.MarginRankingLoss,
 )  # fmt: skip
-"""Their mean is over the elements of arguments of one shape."""
+"""Criteria whose mean is over the elements of arguments with equal shapes."""
 
 _OF_SAMPLES = (
     nn.GaussianNLLLoss, nn.MultiMarginLoss, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss, nn.CosineEmbeddingLoss,
     nn.TripletMarginLoss, nn.TripletMarginWithDistanceLoss,
 )  # fmt: skip
-"""Their mean is over the entries of `reduction="none"`, one or more for each sample."""
+"""Criteria whose mean is over the entries of `reduction="none"`, one or more per sample."""
 
 _OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
-"""Their mean is over labels: those that are not ignored, each with the weight of its class."""
+"""Criteria whose mean is over the labels that are not ignored, weighted by class."""
 
 _FUNCTIONS: Mapping[Any, type[nn.Module]] = {
     F.l1_loss: nn.L1Loss, F.mse_loss: nn.MSELoss, F.smooth_l1_loss: nn.SmoothL1Loss, F.huber_loss: nn.HuberLoss,
@@ -55,25 +55,25 @@ _OWN = (
 
 
 def loss(criterion: Callable[..., Any], *, reduction: str | None = None, **settings: Any) -> "Loss":
-    """Return a criterion over the global batch, for outputs that are everywhere or stay with their samples.
+    """Return a criterion over the global batch, for outputs that every device has or that stay where they are computed.
 
     ::
 
         criterion = convoy.loss(nn.CrossEntropyLoss(ignore_index=255))
         criterion(model(x), y).backward()
 
-    Its value is that of one device, the same on every device. Labels and other tensors are those of the global batch, or of
-    this device's samples, as the loader returns them.
+    Every device gets the same value, that of training on one device. Labels and other tensors are those of the global batch, or
+    of this device's samples, as the loader returns them.
 
     Args:
         criterion: one of torch's modules or functions; or, with `reduction`, your own function that returns a tensor with the
-            samples as its first axis, where each entry depends only on its own sample.
+            samples as its first axis; each entry must depend only on its own sample.
         reduction: "mean" (over all entries that the function returns) or "sum". torch's modules use their own.
         settings: for a function of torch: `convoy.loss(F.cross_entropy, label_smoothing=0.1)`.
 
     Raises:
-        InputError: the criterion cannot be summed over devices; on a call: the arguments do not fit.
-        MismatchError: on a call: the devices have different criteria.
+        InputError: the criterion cannot be summed over devices; when called: the arguments are invalid.
+        MismatchError: when called: the devices have different criteria.
     """
 
     if not isinstance(criterion, nn.Module) and criterion in _FUNCTIONS:
@@ -135,7 +135,7 @@ class Loss:
 
     @staticmethod
     def _rows(argument: Any, part: OutputPart) -> Any:
-        """Return this device's samples of an argument; numbers unchanged."""
+        """Return this device's samples of a tensor argument. Return numbers unchanged."""
         if isinstance(argument, OutputPart):
             rows = argument.attached
         elif isinstance(argument, Tensor) and argument.dim():

@@ -1,4 +1,4 @@
-"""The states of all random generators that a data set or a DataLoader draws from: those of the process and their own."""
+"""Reads and sets the states of all random generators that a data set or DataLoader uses: the process's and their own."""
 
 import json
 import random
@@ -25,7 +25,7 @@ _DEPTH, _ITEMS = 6, 64  # levels to look into, and items of the largest containe
 
 
 def generators_in(*roots: object) -> list[Any]:
-    """Return the random generators that objects hold, in attributes, also of their classes, in containers and closures."""
+    """Return the random generators in the attributes, classes, containers and closures of these objects."""
     found: list[Any] = []
     seen = set[int]()
     level = list(roots)
@@ -58,7 +58,7 @@ def read_states(generators: list[Any], device: torch.device) -> str:
 
 
 def set_states(states: str, generators: list[Any], device: torch.device) -> None:
-    """Set states from `read_states`. Those of the process stay if they are the same, as other threads may use them."""
+    """Set states from `read_states`. Unchanged states of the process are not set, because other threads may use them."""
     common, own = json.loads(states)
     if common != json.loads(read_states([], device))[0]:
         set_random_states(common, device)

@@ -46,7 +46,7 @@ SURE = 4.0
 """Minimum gain in standard errors. Noise alone reaches it about once in ten thousand decisions for four devices."""
 
 FIRST, FIRST_SURE = 10, 2.0
-"""The same, once, after this many steps with shares that never changed."""
+"""After this many steps with the first shares, and only once: a lower minimum gain, in standard errors."""
 
 LEAST_NOISE = 0.02
 """Minimum assumed noise, relative to a step: a few differences between steps may be small by chance."""
@@ -55,7 +55,7 @@ STARTING, SETTLING = 2, 1
 """Steps to ignore at the start, and after a change of shares: they allocate memory and prepare kernels."""
 
 Seconds = Mapping[str, Sequence[float]]
-"""By layer, each device's seconds of forward and backward in one step; 0 if it has no share."""
+"""By layer: each device's seconds for forward and backward in one step; 0 if it has no share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,9 @@ class ObservedAxes:
         rates: seconds per unit of each device, step by step since the shares were chosen, the latest last.
         jumps: relative differences of rates between consecutive steps, the latest last.
         steps: the number of steps with these shares.
-        asks: the number of steps before they may change.
+        asks: the number of steps before the shares may change.
         last: each device's last change, in units.
-        corrected: whether they ever changed.
+        corrected: whether the shares have ever changed.
         since: for each device, the number of steps since its seconds last jumped.
     """
 
@@ -94,11 +94,11 @@ class ObservedAxes:
         return replace(seen, since=tuple(LEAST if seen.jumped(d, LEAST) else n for d, n in enumerate(since)))
 
     def since_jump(self, device: int, steps: int) -> list[float]:
-        """Return a device's seconds per unit of at most the last N steps, none of them before its last jump."""
+        """Return a device's seconds per unit in the last N steps, without those before its last jump."""
         return [row[device] for row in self.rates[-min(steps, self.since[device]) :]]
 
     def jumped(self, device: int, steps: int) -> bool:
-        """Return whether the last N steps are all longer, or all shorter, than the noise of those before explains."""
+        """Return whether the last N steps are all longer, or all shorter, than the noise of earlier steps can explain."""
         known = self.since_jump(device, LONGEST)
         before, last = known[:-steps], known[-steps:]
         if len(before) < SHORT:
@@ -121,7 +121,7 @@ class ObservedAxes:
 
 @dataclass(frozen=True, slots=True)
 class ShareChange:
-    """New units of coupled axes. `before_s` and `after_s` are of the slowest device, measured and predicted."""
+    """New units of coupled axes, with the slowest device's seconds before (measured) and after (predicted)."""
 
     axes: CoupledAxes
     units: Shares
@@ -212,7 +212,7 @@ def slower(state: Balancer, predicted: Sequence[Mapping[str, float]]) -> dict[in
 
 
 def best(rates: Sequence[float], units: Shares) -> Shares:
-    """Return units of the same sum with the shortest time of the slowest device, at least one for each device that has any.
+    """Redistribute units so that the slowest device needs the shortest time. Devices with units keep at least one.
     `rates` are seconds per unit."""
     active = [device for device, count in enumerate(units) if count]
     result = [int(device in active) for device in range(len(units))]

@@ -187,7 +187,7 @@ class TrainingRecord:
     """The history of one training, with rollback to a snapshot, and forward again to a later checkpoint.
 
     Attributes:
-        begun: the step of the first loss.
+        begun: the step number of the first loss.
         samples: the epoch and the number of samples of every step in the history.
         undone: loss and samples of rolled-back steps, by step.
         tests, epochs, diverged: also those that were rolled back.
@@ -252,7 +252,7 @@ class TrainingRecord:
         return found
 
     def run_state(self, unread: Sequence[StepResult]) -> dict[str, Any]:
-        """Return the results and the losses of the current epoch, as JSON; `unread` are the steps after the history."""
+        """Return the results, and the losses of the current epoch, as JSON. `unread`: steps whose losses are not read yet."""
         epoch = unread[-1].epoch if unread else self.samples[-1][0] if self.samples else 0
         first = bisect_left(self.samples, (epoch,))
         rows = [*zip(self.history.losses[first:], self.samples[first:], strict=True)]
@@ -268,7 +268,7 @@ class TrainingRecord:
         }  # fmt: skip
 
     def take_over(self, run_state: dict[str, Any]) -> None:
-        """Continue from the `run_state` of another device; `go_back` to its place must follow."""
+        """Continue from the `run_state` of another device. Call `go_back` to its place afterwards."""
         self.begun = run_state["begun"]
         self.samples = [(int(epoch), int(count)) for epoch, count in run_state["samples"]]
         self.history.losses, self.diverged = list(run_state["losses"]), run_state["diverged"]
