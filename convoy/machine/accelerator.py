@@ -218,7 +218,7 @@ _limits_bytes: dict[str, int] = {}
 
 
 def limit_memory(device: torch.device, most_bytes: float | None) -> None:
-    """Limit the bytes of a device that plans use in this process, and on CUDA also torch. None: no limit."""
+    """Limit the memory of a device that plans of this process may use; on CUDA, limit torch too. None: no limit."""
     if most_bytes is not None and most_bytes < 1:
         raise InputError(f"a memory of {most_bytes:g} bytes for {device}: give one above zero, e.g. 6 GB")
     _limits_bytes.pop(str(device), None)

@@ -25,7 +25,7 @@ from convoy.plan.exchange_program import MoveSpec, StartedRound, finish, operati
 from convoy.plan.steps import ComputeStep, Move, Step, StepList, SumGradients
 
 SUMS_AT_ONCE = 1
-"""Largest number of unfinished gradient sums of freed parameters when the next layer's backward begins."""
+"""Largest number of gradient sums of freed parameters that may be unfinished when the next layer's backward begins."""
 
 
 def compile_all(steps: StepList, graph: Graph, *, overlap: bool = True) -> list[DeviceProgram]:
@@ -575,7 +575,7 @@ def _unpack(step: SumGradients, device: int) -> ops.Unpack:
 
 
 def check_programs(programs: Sequence[DeviceProgram]) -> None:
-    """Raise PlanError if a message has no sender or receiver, or sender and receiver differ in order or size on a lane."""
+    """Raise PlanError unless, on each lane, two devices send and receive the same messages in the same order."""
     sent: dict[tuple[int, int, int], list[tuple[ops.ExchangeRound, ops.PlannedMessage]]] = {}
     received: dict[tuple[int, int, int], list[tuple[ops.ExchangeRound, ops.PlannedMessage]]] = {}
     for program in programs:

@@ -37,7 +37,7 @@ def lower(
 
     Args:
         input_gradients: for each input of the graph, which gradient to return; empty: none.
-        kept: by key, layouts of parameters if they differ from this plan's. All devices with copies get gradients.
+        kept: by key, layouts of parameters that another plan determined. All devices with copies get gradients.
 
     Raises:
         PlanError: the plan does not fit the graph.

@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def exact(self) -> bool:
-        """Whether training computes the same as on one device, up to rounding."""
+        """Whether training follows that of one device, because messages keep full precision."""
         return not self.inexact
 
     @property

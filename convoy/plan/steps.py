@@ -28,7 +28,7 @@ MicroBatch = Literal["only", "first", "middle", "last"]
 them."""
 
 SEGMENT_ENTRIES = 1 << 19
-"""Entries of a message from which a sum is split in two: 2 MiB of float32 take much longer than a message's latency."""
+"""Sums with larger messages (in entries) are split in two: 2 MiB of float32 take much longer than a message's latency."""
 
 Part = Literal["all", "input", "weight"]
 """The gradients that a backward step computes: all, those of the layer's inputs, or those of its parameters."""

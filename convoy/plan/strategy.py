@@ -25,7 +25,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """A split by output filters (or features). Each device computes its own for every sample, from a copy of the input."""
+    """A split by output filters (or features). Each device computes its filters for all samples, from a copy of the input."""
 
     shares: Shares
     name: ClassVar[str] = "filter"

@@ -42,7 +42,7 @@ MOST_S = 600.0
 """Least message timeout while devices compile: a compiling device does not answer."""
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""Allowed difference from the layers, relative to the largest entry: compiled sums run in another order. Others: 0.1."""
+"""Allowed difference from the layers, relative to the largest entry, because sums run in another order. Other dtypes: 0.1."""
 
 _COMPILE_LOCK = threading.Lock()
 """Devices may be threads of one process, and torch compiles for one of them at a time."""

@@ -99,7 +99,7 @@ class Arithmetic:
         return detached(y), (Roots(roots, wants), edge_of(y))
 
     def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all", last: bool = True) -> Gradients:
-        """Return the gradients of the inputs marked in `wants` and of the parameters; `part` may select one of the two.
+        """Return the gradients of the inputs marked in `wants` and of the parameters, or only one kind, as `part` says.
 
         Args:
             last: no later call needs the graph.

@@ -34,9 +34,9 @@ SHARED_MEMORY = (
 class Loader:
     """The local batches of one device, from a data set of (input, label) pairs; `convoy.loader` makes one.
 
-    Iterating yields (x, y): x is the local batch, in the layout of the plan's first layer (it may have zero samples, and then
-    none is loaded); y holds the labels of the global batch. If the plan leaves outputs with their samples, y holds the labels
-    of those samples only, and no others are loaded.
+    Iterating yields (x, y). x is the local batch, in the layout of the plan's first layer; it may have zero samples. y has the
+    labels of the global batch. If outputs stay on the device that computes them, y has the labels of this device's samples
+    only, and only these are loaded.
 
     Args:
         dataset: map-style; items are (tensor, label). Labels come from `__getitem__`, never from an attribute such as
@@ -132,7 +132,7 @@ class Loader:
         return self._iterate(begun, epoch, start)
 
     def begin(self, *, joined: bool = False) -> Any:
-        """Agree with the other devices on an epoch, which the others know if this one has joined. Return its order, as JSON."""
+        """Agree with the other devices on an epoch; a device that joins takes theirs. Return the order of samples as JSON."""
         if self.model is not None:
             self._agree(self.model, adopts=joined and not self._agreed)
             self._agreed = True
@@ -207,7 +207,7 @@ class Loader:
 
     @cached_property
     def _compared(self) -> list[tuple[float, float]]:
-        """Return sum and sum of absolute values of the inputs and the labels of some samples."""
+        """Return checksums to compare data sets: sum and absolute sum of the inputs and the labels of some samples."""
         indices = [*range(0, self.samples, -(-self.samples // COMPARED_SAMPLES))]
         rows = _Rows([indices], [((0, len(indices)),) * 2], [0])
         loaded = _LocalBatches(self.dataset, rows, torch.empty(0), None, "compared")[0]
@@ -218,7 +218,7 @@ class Loader:
 
     @property
     def _changes(self) -> tuple[int, int, int]:
-        """The numbers of reshards, of finished steps and of repeated steps."""
+        """The model's counters of reshards, of finished steps and of repeated steps."""
         m = self.model
         return (m.reshards, m.finished_steps, m.repeats) if m is not None else (0, 0, 0)
 
@@ -285,7 +285,7 @@ class _LocalBatches(Dataset[Any]):
         return len(self.rows.indices)
 
     def __getitem__(self, k: int) -> tuple[Tensor, Tensor] | ConvoyError:
-        """Return the local batch or its error, because torch wraps an error raised in a worker in the worker's traceback."""
+        """Return the local batch or its error. (torch would add the worker's traceback to a raised error.)"""
         try:
             with own_random_numbers() if self.draws else nullcontext():
                 loaded = self._load(k, *self.rows.ranges[k])
