@@ -64,7 +64,7 @@ from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import WeightAverage
 
 OF_THE_MACHINE = ("foreach", "fused", "capturable", "param_names")
-"""Optimizer settings that say how it computes, not what: those of the present machine apply."""
+"""Optimizer settings that do not affect results. They are not restored: the current machine's apply."""
 
 
 class Stateful(Protocol):
@@ -107,20 +107,20 @@ def save_checkpoint(
 ) -> Path:
     """Save a run between two steps. Every device calls it; device 0 writes, into a folder of its own machine.
 
-    The checkpoint appears under its name when all of it is on the disk. The last three, the best, and the last one with finite
-    weights are kept. Gradients are not saved, random states only with a loader of `convoy.prepare`. No device needs room for
-    more than one whole tensor.
+    The checkpoint gets its name when it is complete on the disk. The last three, the best, and the last one with finite weights
+    are kept. Gradients are not saved; random states are saved only with a loader of `convoy.prepare`. No device needs memory
+    for more than one unsplit tensor.
 
     Args:
         folder: of the run; made if missing.
         optimizer: None: only the weights are saved.
         settings: JSON values that must be the same on resume: the loader's seed, the batch size, the data.
-        score: of an evaluation at this point; the greater the better. `best` in the folder links to the highest.
+        score: of an evaluation at this point; higher is better. `best` in the folder links to the highest.
         others: objects whose state is saved, by name: schedule=, scaler=, loader= (its position and random states), ...
 
     Raises:
-        InputError: it cannot be written, another run writes into the folder, or it holds something that a file cannot; on
-            every device.
+        InputError: the checkpoint cannot be written, another run writes into the folder, or a value has no form in JSON.
+            Raised on every device.
         MismatchError: the devices are at different steps.
     """
     contents = Contents(model, optimizer, others, settings)
@@ -134,7 +134,7 @@ def save_checkpoint(
 def try_to_save(
     folder: Path, contents: Contents, progress: Progress, score: float | None, report: Callable[[str], object]
 ) -> tuple[Path | None, str]:
-    """Save as `save_checkpoint`. If the disk refuses, return (None, reason) on every device.
+    """Save like `save_checkpoint`, but if writing fails, return (None, reason) on every device instead of raising.
 
     Args:
         report: called on device 0 with a line of text if old checkpoints could not be removed.
@@ -155,7 +155,7 @@ def try_to_save(
             name = type(each).__name__
             others[what] = SavedState(name=name, state=encode(each.state_dict(), f"the state of {name}"))
     settings = encode(dict(contents.settings or {}), "settings")
-    # Infinity in a buffer may be meant, as in the mask of an attention.
+    # Infinity in a buffer may be intended, as in an attention mask.
     parameters = set(shards.names.values())
     bad = any(
         bool(shard.isnan().any() or (shards.first_names[key] in parameters and shard.isinf().any()))
@@ -228,7 +228,7 @@ def _streams(shards: ModelShards, optimizer: Optimizer | None, saved: SavedOptim
 
 
 def _drain(streams: Mapping[str, TensorStream]) -> None:
-    """Take part in the remaining gathers, in which the other devices wait."""
+    """Run the remaining gathers and discard the tensors: all devices must take part in every gather."""
     for stream in streams.values():
         for _ in stream.tensors:
             pass
@@ -326,7 +326,7 @@ def _restore(shards: ModelShards, optimizer: Optimizer, saved: SavedOptimizer, p
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, Manifest]:
-    """Return the checkpoint that a folder is, or the latest of a run, verified. InputError names an intact earlier one."""
+    """Return a folder that is a checkpoint, or the latest checkpoint of a run, verified. InputError names an intact one."""
     path = folder if is_checkpoint(folder) else latest(folder)
     if path is None or not os.path.isdir(path):
         raise InputError(
@@ -356,13 +356,13 @@ def _instead(path: Path) -> str:
 
 
 def check_settings(path: Path, manifest: Manifest, here: Mapping[str, Any]) -> None:
-    """Raise InputError if settings, as `encode` writes them, differ from the saved ones of the same names."""
+    """Raise InputError if settings (encoded) differ from the saved settings of the same names."""
     there = {name: manifest.settings.get(name) for name in here}
     _check_same(path, there, here, "give the same settings, or start a new run in another folder")
 
 
 def check_resume(folder: Path, resume: bool, settings: Mapping[str, Any], epochs: int) -> None:
-    """Raise InputError if a run cannot be saved in a folder, or not be resumed from it with these settings."""
+    """Raise InputError if a run cannot be saved in this folder, or cannot be resumed from it with these settings."""
     start, folder = starting_point(folder, resume), run_folder(folder)
     if folder.is_dir():
         try:
@@ -399,10 +399,10 @@ PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0, 30.0)
 
 
 class Checkpointer:
-    """The checkpoints of a training loop, with the count of its steps. Every device has one, and makes the same calls.
+    """A writer of a training loop's checkpoints, which counts its steps. Every device has one and makes the same calls.
 
-    If a checkpoint cannot be written, as on a full disk, training continues with a warning. Only `at_end` raises then, after
-    two minutes of further attempts.
+    If a checkpoint cannot be written, as on a full disk, training continues with a warning. Only `at_end` raises an error,
+    after two minutes of further attempts.
 
     `docs/training.md` has an example.
 
@@ -487,12 +487,12 @@ class Checkpointer:
             self._save()
 
     def at_evaluation(self, score: float) -> None:
-        """Save at the end of an epoch, after its evaluation and the schedule's step. NaN and infinity are never the best."""
+        """Save at the end of an epoch, after its evaluation and the schedule's step. A NaN or infinite score is never best."""
         self.progress = replace(self.progress, epoch=self.progress.epoch + 1, batch=0)
         self._save(score if math.isfinite(score) else None)
 
     def at_end(self) -> None:
-        """Save the finished run unless that has been done, and release the folder. InputError if that fails for two minutes."""
+        """Save the finished run if not yet saved, and release the folder. InputError if saving fails for two minutes."""
         score = self._unsaved[1] if self._unsaved[0] == self.progress else None
         for attempts, pause_s in enumerate((*PAUSES_S, None)):
             why = "" if self.progress == self._saved else self._attempt(score)
@@ -514,7 +514,7 @@ class Checkpointer:
         return self._load(self.folder)
 
     def go_back(self, progress: Progress) -> None:
-        """Continue after an earlier step on other devices, the first of which writes from now on."""
+        """Continue after an earlier step with changed devices. The first of these writes from now on."""
         self.progress = progress
         if self._group.device == 0 and self._release is None:
             with suppress(OSError):  # the next checkpoint reports it
@@ -542,7 +542,7 @@ class Checkpointer:
             self._report(f"WARNING: {why}. Training continues, and the next checkpoint is tried when due", warns=True)
 
     def _attempt(self, score: float | None) -> str:
-        """Save. Return why that was not possible, or an empty text."""
+        """Save. Return the reason if saving failed, otherwise an empty text."""
         path, why = try_to_save(self.folder, self.contents, self.progress, score, self.tell or warnings.warn)
         self._unsaved = self.progress, score
         if path is not None:

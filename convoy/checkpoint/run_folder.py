@@ -1,8 +1,8 @@
-"""The folder of a run, with one folder per checkpoint (`000001-step-100`), complete or absent; `best` links to one.
+"""The folder of a run, with one folder per checkpoint (`000001-step-100`); `best` links to one.
 
-A checkpoint is written under another name and renamed when all of it is on the disk. Nothing under a final name is ever written
-again: a run that returns to an older checkpoint only adds higher numbers. One run at a time writes into a folder. Each
-checkpoint has a manifest: its progress, files with checksums, and settings of optimizers and schedules as JSON.
+A checkpoint is written under a temporary name and renamed when it is complete on the disk. A renamed checkpoint is never
+changed: a run that returns to an older one only adds higher numbers. One run at a time writes into a folder. Each checkpoint
+has a manifest: its progress, files with checksums, and settings of optimizers and schedules as JSON.
 """
 
 import errno
@@ -36,7 +36,7 @@ MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 AVERAGE = "average.safetensors"  # for users; loading takes the averages from the optimizer's file
 
 MOST_NUMBERS = 10_000
-"""A larger tensor is no setting, and would make the JSON file unreadable."""
+"""Maximum entries of a tensor in settings: larger ones would make the JSON file unreadable."""
 
 _Count = Annotated[int, Field(ge=0, le=2**53)]
 
@@ -88,9 +88,9 @@ class Manifest(_Saved):
 
     Attributes:
         settings: values that must be the same when the run is resumed, e.g. seed and batch.
-        score: of the evaluation at this point; the greater the better.
+        score: of the evaluation at this point; higher is better.
         finite: whether no weight is NaN or infinite.
-        own_sha256: checksum of this text without these digits; None where an earlier Convoy wrote none.
+        own_sha256: checksum of this file without this field's digits; None in files of old versions.
     """
 
     format: int = FORMAT
@@ -123,7 +123,7 @@ class _Stamp(BaseModel):
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Read checkpoint.json. InputError if it is missing, damaged, foreign, or of a newer format."""
+    """Read checkpoint.json. InputError if it is missing, damaged, not Convoy's, or of a newer format."""
     path = checkpoint / MANIFEST
     try:
         with open_regular(path) as file:
@@ -174,7 +174,7 @@ def read_checked(checkpoint: Path) -> Manifest:
 
 
 def encode(value: Any, what: str) -> Any:
-    """Return numbers, text, small tensors, and lists, tuples and mappings of them as JSON. InputError for anything else.
+    """Convert numbers, text, small tensors, and lists, tuples and mappings of them to JSON. InputError for anything else.
 
     A type that JSON lacks becomes an object whose first key begins with "!".
     """
@@ -203,7 +203,7 @@ def encode(value: Any, what: str) -> Any:
 
 
 def decode(coded: Any) -> Any:
-    """Return the value that `encode` turned into this JSON, with tensors on the CPU. ValueError or TypeError for other JSON."""
+    """Return the value that `encode` converted, with tensors on the CPU. ValueError or TypeError for other JSON."""
     match coded:
         case {"!float": text}:
             return float(text)
@@ -234,7 +234,7 @@ def torch_dtype(name: object) -> torch.dtype:
 # --- the folder --------------------------------------------------------------------------------------------------------
 
 KEEP = 3
-"""Last checkpoints that stay, and the best and the last one with finite weights."""
+"""Number of latest checkpoints to keep, besides the best and the last one with finite weights."""
 
 BEST, LOCK = "best", ".lock"
 _DRAFT, _LINK = ".draft", ".best"
@@ -276,9 +276,9 @@ def run_folder(path: Path) -> Path:
 
 
 def starting_point(folder: Path, resume: bool) -> Path | None:
-    """Return the checkpoint that a run starts from; None: there is none, it starts from the beginning. Change nothing.
+    """Return the checkpoint from which a run starts; None: it starts from the beginning. Change nothing.
 
-    InputError if there is one and `resume` is False, or if the folder holds something else.
+    InputError if there is a checkpoint and `resume` is False, or if the folder is not that of a run.
     """
     found = folder if is_checkpoint(folder) else latest(folder)
     if found is not None and not resume:
@@ -296,7 +296,7 @@ def starting_point(folder: Path, resume: bool) -> Path | None:
 
 
 def publish(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
-    """Let `write` fill an empty folder, and name it as the latest checkpoint. If it fails, nothing is left."""
+    """Call `write` with an empty folder, and rename this to the latest checkpoint. If `write` fails, remove the folder."""
     path = folder / _DRAFT
     shutil.rmtree(path, ignore_errors=True)  # of a run that was killed
     path.mkdir()
@@ -312,7 +312,7 @@ def publish(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
 
 
 def tidy(folder: Path) -> None:
-    """Point `best` to the best checkpoint. Remove all but that, the last `KEEP`, and the last one with finite weights."""
+    """Link `best` to the best checkpoint. Remove all others but the last `KEEP` and the last one with finite weights."""
     kept, scores, finite = checkpoints(folder), dict[Path, float](), None
     for path in kept:
         with suppress(InputError):
@@ -328,7 +328,7 @@ def tidy(folder: Path) -> None:
         link.replace(folder / BEST)
     for path in kept[:-KEEP]:
         if path not in (best, finite):
-            # Renamed first: a half removed folder must not look like a checkpoint.
+            # Rename it first, because a partly removed folder must not look like a checkpoint.
             shutil.rmtree(path.rename(folder / _DRAFT))
     _sync(folder)
 
@@ -347,7 +347,7 @@ _locked: dict[Path, int] = {}  # file descriptors of lock files
 
 
 def hold(folder: Path) -> bool:
-    """Lock a folder for this process until `release`. Return False if it has the lock already. OSError names another owner."""
+    """Lock a folder for this process until `release`. Return False if it already has the lock. OSError names another owner."""
     folder = Path(os.path.realpath(folder))
     if folder in _locked:
         return False

@@ -1,8 +1,8 @@
-"""A model's tensors: gathered on device 0 and scattered again one at a time, and as safetensors files.
+"""Gathers a model's tensors on device 0, scatters them again, and writes and reads them as safetensors files.
 
-A file is written tensor by tensor, so no device needs room for the whole model. The library's own writer wants all tensors at
-once, so only reading is the library's. The format: the length of the header (8 bytes, little endian); the header, JSON with
-type, shape and offsets of each tensor; the bytes of the tensors, without gaps.
+Files are written tensor by tensor, so no device needs memory for the whole model. The safetensors library can only write all
+tensors at once, so it is only used for reading. The format: the length of the header (8 bytes, little endian); the header, JSON
+with type, shape and offsets of each tensor; the bytes of the tensors, without gaps.
 """
 
 import hashlib
@@ -61,8 +61,8 @@ class ModelShards:
     Attributes:
         shards: the local shards, sharing memory with the model.
         shapes: of the whole tensors.
-        names: the key of each parameter, one for tied ones.
-        first_names: for each key the one that `names` has for the same parameter, or the key itself.
+        names: the key of each parameter; tied parameters have one key.
+        first_names: by key, the key in `names` of the same (tied) parameter, or the key itself.
     """
 
     group: Group
@@ -110,14 +110,14 @@ class ModelShards:
         return box(self.layouts[key], self.group.device, self.shapes[key]) is not None
 
     def gather(self, key: str, shard: Tensor) -> Tensor:
-        """Return, on device 0, the whole of a tensor laid out like `key`. Every device calls it."""
+        """Gather on device 0 the unsplit tensor of shards with the layout of `key`. Every device calls it."""
         shard = shard.to(self.group.torch_device)
         return redistribute(self.group, shard, self.layouts[key], FIRST, self.shapes[key])
 
     def scatter(self, key: str, whole: Tensor) -> Tensor | None:
-        """Return the local shard of a tensor laid out like `key`; None where there is none. Every device calls it.
+        """Return the local shard of a tensor, split like `key`; None: this device has none. Every device calls it.
 
-        `whole` counts on device 0; elsewhere it is any tensor of its type.
+        `whole` is used on device 0; elsewhere only its type matters.
         """
         shard = redistribute(self.group, whole.to(self.group.torch_device), FIRST, self.layouts[key], self.shapes[key])
         return shard if self.has(key) else None
@@ -127,7 +127,7 @@ class ModelShards:
 
         Args:
             rows: by state name. A number is on this device if its row has "near", else on the CPU.
-            read: returns the whole of a state tensor on device 0, and any tensor of its type elsewhere.
+            read: returns the unsplit state tensor on device 0, and any tensor of its type elsewhere.
         """
         state = {}
         for name, row in rows.items():
@@ -184,14 +184,14 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
 
 @dataclass(frozen=True, slots=True)
 class TensorStream:
-    """The tensors of one file, made one by one when the writing device asks for the next, in the order of `specs`."""
+    """The tensors of one file in the order of `specs`. Each is gathered only when the writing device asks for it."""
 
     specs: Mapping[str, Spec]
     tensors: Iterator[Tensor]
 
 
 def file_order(specs: Mapping[str, Spec]) -> dict[str, Spec]:
-    """Sort by falling width of the type, so that every tensor is aligned. InputError for types that the format lacks."""
+    """Sort tensors by decreasing element size, so that all are aligned. InputError for types that the format lacks."""
     for name, spec in specs.items():
         if spec.dtype not in DTYPES:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
@@ -217,7 +217,7 @@ def file_chunks(stream: TensorStream) -> Iterator[bytes | memoryview]:
 
 
 def read_specs(path: Path) -> dict[str, Spec]:
-    """Return the specs of a file's tensors by name. InputError where it is no safetensors file, or has other types."""
+    """Return the specs of a file's tensors by name. InputError if it is not a safetensors file, or has unsupported types."""
     names = {name: dtype for dtype, name in DTYPES.items()}
     try:
         with safe_open(path, framework="pt") as file:
@@ -229,7 +229,7 @@ def read_specs(path: Path) -> dict[str, Spec]:
 
 @contextmanager
 def reading(path: Path, types: Mapping[str, torch.dtype], *, here: bool) -> Iterator[Callable[[str], Tensor]]:
-    """Yield a function that reads one tensor by name; on devices without the file, one that makes an empty tensor."""
+    """Yield a function that reads one tensor by name; on devices without the file, it returns an empty tensor."""
     if not here:
         yield lambda name: torch.empty(0, dtype=types[name])
         return

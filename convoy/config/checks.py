@@ -33,7 +33,7 @@ def check_net(text: str) -> None:
 
 
 def check_places(settings: Settings) -> None:
-    """Refuse folders, modules and devices that this machine does not have."""
+    """Refuse folders, modules and devices that do not exist on this machine."""
     folder = folder_of(settings.data)
     for option, path in (("--data", folder), ("--data-dir", settings.data_dir)):
         if path is not None and not os.path.isdir(path):

@@ -25,8 +25,8 @@ NO_LOG = Path("none")
 """Value of `log` for no log."""
 
 AUTO_DEVICE, ALL = "auto", "all"
-"""As `--devices`: every GPU of this machine, or its CPU if there is none; every GPU and the CPU. As one device's name, `auto`
-is the best for its rank."""
+"""`--devices auto`: every GPU of this machine, or its CPU if it has none. `all`: every GPU and the CPU. As the name of one
+device, `auto` is the best for its rank."""
 
 # ----------------------------------------------------------------------------- parsers: each raises InputError
 
@@ -164,7 +164,7 @@ def _setting(panel: str, default: Any, meaning: str, *, here: bool = False, ofte
     Args:
         panel: its group in `--help-all`.
         meaning: help text; `--help` shows only the first sentence.
-        here: may differ between devices. All other settings affect the result, and must be equal everywhere.
+        here: the setting may differ between devices. All others affect the result, and must be equal on all devices.
         often: `--help` shows it; otherwise only `--help-all` does.
         rules: bounds, as pydantic names them.
     """

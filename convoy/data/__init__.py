@@ -1,4 +1,4 @@
-"""Loads images to train on: data sets by name, held in memory; folders of images and data sets of one's own, when needed."""
+"""Loads training images: named data sets into memory, folders of images and the user's data sets sample by sample."""
 
 import os
 from importlib import import_module
@@ -43,14 +43,14 @@ def load(
 
     Args:
         data: one of `NAMES`, `folder:PATH` or a path, or `module:function`.
-        data_dir: for a named one, the folder that holds its files; None: `$XDG_CACHE_HOME/convoy/<name>`, filled by download.
-        dtype: of the normalised images, float32 (None: that) or float64.
-        image_size: for a folder of images, the side in pixels of the square that each is resized to; None: all have one size.
-        test_fraction: of each class, held out where there are no test images; None: 0.2.
+        data_dir: for a named data set, the folder of its files; None: they are downloaded to `$XDG_CACHE_HOME/convoy/<name>`.
+        dtype: of the normalised images: float32 (also for None) or float64.
+        image_size: for a folder of images, resize each to a square with sides of this many pixels; None: all have one size.
+        test_fraction: fraction of each class to hold out if there are no test images; None: 0.2.
 
     Raises:
         InputError: as `check`; an unknown dtype; scikit-learn or torchvision is missing or does not import.
-        DataError: files are missing, damaged or laid out in another way, or samples that cannot be used.
+        DataError: files are missing, damaged or in another format, or samples cannot be used.
     """
     import torch
 
@@ -76,7 +76,7 @@ def load(
 def check(
     data: str, data_dir: Path | None = None, image_size: int | None = None, test_fraction: float | None = None
 ) -> None:
-    """Refuse (InputError) what `load` would refuse without reading anything."""
+    """Raise InputError for arguments that `load` would refuse, without reading files."""
     if not data.removeprefix(_FOLDER).strip():
         raise InputError(f"--data {data!r}: name a data set ({', '.join(NAMES)}), folder:PATH or module:function")
     named, folder = data in NAMES, folder_of(data)
@@ -94,7 +94,7 @@ def check(
 
 
 def folder_of(data: str) -> Path | None:
-    """Return the folder that `data` names, or None if it names something else. Names of data sets go before folders'."""
+    """Return the folder that `data` names; None if it names a data set or a function."""
     if data.startswith(_FOLDER):
         return Path(data.removeprefix(_FOLDER)).expanduser()
     if data not in NAMES and (os.sep in data or os.path.isdir(data)):

@@ -1,8 +1,8 @@
-"""Augmentation: a text like "crop:4,flip" becomes transforms of torchvision, which change training images in every epoch.
+"""Augments training images with torchvision transforms, given as text like "crop:4,flip".
 
-Steps are applied in the order in which they are written, to normalised images: blank pixels, and those beyond the border,
-are 0, the mean colour. Each image is transformed by itself, with random numbers that depend on its index in the data set,
-the seed and the epoch only: not on the fleet, the plan, the batch or the worker that loads it.
+Steps are applied in the written order to normalised images, so erased pixels and those beyond the border are 0, the mean
+colour. The random numbers of an image depend only on its index in the data set, the seed and the epoch: not on the fleet, the
+plan, the batch or the worker that loads it.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ STEPS = {
     "cutout": (int, "a side of 1 pixel or more, below the image's", "16"),
     "erase": (float, "a probability above 0 and up to 1", "0.5"),
 }
-"""The kind of number that may follow the colon (int for pixels, float for shares), its rule and an example."""
+"""By step: the type of the number after the colon (int for pixels, float for fractions), its rule and an example."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _transform(augment: Augment, channels: int, height: int, width: int) -> Call
 def augment_steps(text: str) -> tuple[tuple[str, float | None], ...]:
     """Parse names and numbers of steps, such as "crop:4,flip". Needs no torchvision.
 
-    InputError for an unknown name, a number that does not fit, a step that comes twice.
+    InputError for an unknown name, an invalid number, or a duplicate step.
     """
     steps: dict[str, float | None] = {}
     for item in text.split(","):

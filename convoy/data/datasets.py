@@ -24,13 +24,13 @@ def from_datasets(
 ) -> Splits:
     """Return training and test images from map-style data sets.
 
-    PIL images and uint8 tensors are normalised by mean and deviation of 256 training images, spread evenly by a hash of their
-    index; floating numbers stay as they are. Every item is read once for its label, because attributes such as `targets` may
-    hold other labels than `__getitem__` returns. Class names are the data set's `classes` where it has them, else numbers.
+    PIL images and uint8 tensors are normalised by mean and standard deviation of 256 training images, chosen by a hash of their
+    index; floating-point tensors are not. Every item is read once to get its label, because attributes such as `targets` may
+    differ from the labels of `__getitem__`. Class names are the data set's `classes`, or numbers if it has none.
 
     Args:
-        train: has `__len__` and `__getitem__`; items are (PIL image, uint8 or floating tensor `(C, H, W)`; class number).
-        test: another such; None: a fraction of each class of `train` is held out, chosen by a hash of the index.
+        train: has `__len__` and `__getitem__`; items are (image, class number), the image a PIL image or a tensor `(C, H, W)`.
+        test: like `train`; None: hold out a fraction of each class of `train`, chosen by a hash of the index.
         name: of the data set, for messages.
         dtype: of the images, float32 or float64.
         test_fraction: None: 0.2.
@@ -41,7 +41,7 @@ def from_datasets(
     """
     if test is not None and test_fraction is not None:
         raise InputError(f"a test fraction of {test_fraction:g} with test samples: leave one of them out")
-    # Random numbers that items draw here are the same on every device, and leave the program's streams as they were.
+    # Seed the random numbers that items draw here: equal on every device, and without effect on the program's streams.
     with own_random_numbers():
         reseed("looking")
         names = train.classes if isinstance(getattr(train, "classes", None), list | tuple) else ()
@@ -77,10 +77,10 @@ def own_random_numbers() -> Iterator[None]:
 
 
 def reseed(key: str) -> None:
-    """Seed the streams of Python, NumPy and torch from a key, for data sets that draw from those.
+    """Seed the random generators of Python, NumPy and torch from a key, for data sets that use them.
 
-    The loader's key holds the seed, the epoch, the position in the epoch and the sample: what a sample draws does not
-    depend on the fleet, and a sample that comes twice in an epoch draws again.
+    The loader's key has the seed, the epoch, the position in the epoch and the sample. So the random numbers of a sample do not
+    depend on the fleet, and differ if it occurs twice in an epoch.
     """
     number = seed_of(key)
     random.seed(number)
@@ -89,5 +89,5 @@ def reseed(key: str) -> None:
 
 
 def seed_of(key: str) -> int:
-    """Return a seed of 32 bits, all that NumPy takes."""
+    """Return a seed of 32 bits, the most that NumPy accepts."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")

@@ -1,7 +1,7 @@
-"""A folder of images with a subfolder for each class, read by torchvision's `ImageFolder`.
+"""Loads a folder of images with a subfolder per class, with torchvision's `ImageFolder`.
 
-Beside a folder `train` stands `val` or `test` (`val` goes first), or test images are held out. Images are ordered by a hash
-of their names, so that any first part is a fair sample of all classes.
+Test images are in `val`, or else `test`, next to `train`; otherwise some images are held out. Images are ordered by a hash of
+their names, so that the first N are a random sample of all classes.
 """
 
 import os
@@ -48,7 +48,7 @@ def _images(root: Path, size: int | None) -> ImageFolder:
 
 
 def _samples(found: ImageFolder, classes: Sequence[str], name: str, dtype: torch.dtype) -> Samples:
-    """Return the images in a fair order, with labels by the classes of the training images."""
+    """Return the images ordered by hash, with labels numbered by the classes of the training images."""
     if len(classes) < 2 or set(found.classes) - set(classes):
         met = f"{found.root} has the classes {', '.join(found.classes)}, trained are {', '.join(classes)}"
         raise DataError(f"{met}: train two or more, and each that is tested")
@@ -60,7 +60,7 @@ def _samples(found: ImageFolder, classes: Sequence[str], name: str, dtype: torch
 
 
 def _open(path: str, size: int | None) -> Image.Image:
-    """Return an image the right way up, grey or RGB."""
+    """Return an image in grey or RGB, rotated as its EXIF data say."""
     try:
         with open_regular(Path(path)) as file, Image.open(file) as image:
             if size is not None:

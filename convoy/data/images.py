@@ -1,6 +1,6 @@
 """Labelled images, in memory or loaded when needed, and their split into training and test images.
 
-Letters: N images, C channels, H height, W width, B values of a byte.
+Letters in names: N images, C channels, H height, W width, B byte values.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ def normalise(x: Tensor, mean: Sequence[float], std: Sequence[float], dtype: tor
     """Return `((x / 255) - mean) / std`, channel by channel, as a new tensor; without a mean only the dtype changes."""
     if not mean:
         return x.to(dtype, copy=True)
-    # One subtraction and one product, each rounded by itself: an image does not depend on what else is in the batch.
+    # Two operations, rounded separately, so that an image's values do not depend on the rest of the batch.
     black_C11 = torch.tensor([255 * each for each in mean], dtype=dtype).reshape(-1, 1, 1)
     scale_C11 = torch.tensor([1 / (255 * each) for each in std], dtype=dtype).reshape(-1, 1, 1)
     return x.to(dtype).sub_(black_C11).mul_(scale_C11)
@@ -98,7 +98,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         return list(zip(x_NCHW.unbind(), y_N.tolist(), strict=True))
 
     def batch(self, indices: Sequence[int] | Tensor) -> Labelled:
-        """Return a batch, `(x_NCHW normalised, y_N int64)`: equal bit for bit to the samples stacked."""
+        """Return a batch, `(x_NCHW normalised, y_N int64)`, bit-identical to the stacked samples."""
         index_N = torch.as_tensor(indices, dtype=torch.int64)
         # Ten times as fast as x_NCHW[index_N], which copies byte by byte.
         x_NCHW = self.x_NCHW.index_select(0, index_N)
@@ -116,10 +116,10 @@ class Samples(Dataset[tuple[Tensor, int]]):
     Attributes:
         dataset: its items are (PIL image or tensor `(C, H, W)` of bytes or floating numbers, class number).
         rows: the item of each sample.
-        targets: the labels y_N, int64, each in `range(classes)`; here to be read without loading any image.
-        image_shape: `(C, H, W)` of every image; grey ones among colours get three equal channels.
-        stored: uint8 for pixels, else the dtype of the data set's numbers.
-        mean, std: per channel, in units of white = 1; empty where images come normalised.
+        targets: the labels y_N, int64, each in `range(classes)`; reading them loads no image.
+        image_shape: `(C, H, W)` of every image; if some are RGB, grey ones get three equal channels.
+        stored: uint8 for pixels, else the dtype of the data set's tensors.
+        mean, std: per channel, in units of white = 1; empty if the data set returns normalised images.
         dtype: of the normalised images, float32 or float64.
     """
 
@@ -169,7 +169,7 @@ class Samples(Dataset[tuple[Tensor, int]]):
 
 
 def check_labels(y_N: Tensor, classes: int, dtype: torch.dtype) -> None:
-    """Refuse a label outside `range(classes)` (DataError), and images that are not float32 or float64 (InputError)."""
+    """Raise DataError for a label outside `range(classes)`, and InputError if `dtype` is not float32 or float64."""
     if dtype not in (torch.float32, torch.float64):
         raise InputError(f"images of {dtype}: choose one of torch.float32, torch.float64")
     wrong = ((y_N < 0) | (y_N >= classes)).nonzero().flatten().tolist()
@@ -180,7 +180,7 @@ def check_labels(y_N: Tensor, classes: int, dtype: torch.dtype) -> None:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Add the sample to an error of other code."""
+    """Name the sample in errors that the data set's own code raises."""
     try:
         yield
     except Exception as error:
@@ -190,7 +190,7 @@ def naming(what: str) -> Iterator[None]:
 
 
 def read_item(dataset: Any, row: int, name: str) -> tuple[Tensor, int]:
-    """Return an item of a data set as a tensor `(C, H, W)` and a class number. DataError names one of another kind."""
+    """Return an item of a data set as a tensor `(C, H, W)` and a class number. DataError names an invalid item."""
     what = f"{name}[{row}]"
     with naming(what):
         item = dataset[row]
@@ -213,7 +213,7 @@ def read_item(dataset: Any, row: int, name: str) -> tuple[Tensor, int]:
 
 
 def grey_or_rgb(image: Any, what: str) -> Any:
-    """Return a PIL image in mode L if it is grey, else RGB. DataError: more than 8 bits, which Pillow would cut off."""
+    """Convert a PIL image to mode L if it is grey, else RGB. DataError for more than 8 bits, which Pillow would clip."""
     if image.mode[0] in "IF":
         raise DataError(f"{what} has more than 8 bits per channel (mode {image.mode}): convert it to 8")
     return image.convert("L" if image.mode in ("1", "L", "LA", "La") else "RGB")
@@ -221,7 +221,7 @@ def grey_or_rgb(image: Any, what: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """Training and test images of a data set, both normalised by the training images; class names by label; and notes on
+    """Training and test images of a data set, both normalised by the training images; class names by label; notes about
     the files that were read, one line each."""
 
     name: str
@@ -232,7 +232,7 @@ class Splits:
 
     @property
     def fingerprint(self) -> str:
-        """What must be the same on every device, as JSON (counts, shape, classes, labels in order, mean, deviation)."""
+        """Values that must be equal on all devices, as JSON: counts, shape, classes, labels, mean, standard deviation."""
         labels = b"".join(images.targets.numpy().tobytes() for images in (self.train, self.test))
         facts = {
             "train": len(self.train), "test": len(self.test), "shape": self.train.image_shape, "classes": self.class_names,
@@ -255,11 +255,11 @@ def in_memory(name: str, train: Labelled, test: Labelled, dtype: torch.dtype, cl
 def when_needed(
     train: Samples, test: Samples | None, order: Sequence[int], class_names: Sequence[str], fraction: float | None
 ) -> Splits:
-    """Return splits of samples that are loaded when needed; channels, mean and deviation are those of 256 training samples.
+    """Return splits of samples that are loaded when needed. 256 training samples give channels, mean and standard deviation.
 
     Args:
-        test: None: `fraction` (None: 0.2) of each class of `train` is held out, rounded; one sample at least stays.
-        order: positions in `train`, such that the first of them are a fair sample. The first of each class are held out.
+        test: None: hold out `fraction` (None: 0.2) of each class of `train`, but keep at least one sample.
+        order: positions in `train` in random order. The first of each class are held out.
     """
     rows, how = list(order), "test samples of their own"
     if test is None:
@@ -280,7 +280,7 @@ def when_needed(
     known = replace(train, image_shape=(3 if colours else len(first), *first.shape[1:]), stored=first.dtype)
     notes = [f"{len(class_names)} classes; {len(rows)} samples to train on, {len(test)} to test on; {how}"]
     if first.dtype == torch.uint8:
-        # One image at a time: those of a folder may be too large for memory together.
+        # One image at a time, because all together may not fit in memory.
         mean, std = statistics(torch.stack([byte_counts(known.read(each)[None]) for each in looked_at]).sum(0))
         known = replace(known, mean=mean, std=std)
         notes.append(f"mean and deviation of {len(looked_at)} training images")
@@ -289,6 +289,6 @@ def when_needed(
 
 
 def fair_order(names: Sequence[str]) -> list[int]:
-    """Return positions of names by the hash of each: the first are a fair sample, a name more or less moves no others."""
+    """Return positions ordered by the hash of each name: a random order that changes little if names are added."""
     hashes = [hashlib.blake2b(os.fsencode(name), digest_size=8).digest() for name in names]
     return sorted(range(len(names)), key=hashes.__getitem__)

@@ -1,6 +1,6 @@
-"""Data sets by name, held in memory: the digits inside scikit-learn, and those that torchvision downloads.
+"""Loads named data sets into memory: the digits of scikit-learn, and those that torchvision downloads.
 
-CIFAR is read from its binary version here: torchvision reads the Python version, whose files are pickles.
+CIFAR is read from its binary version, because the Python version, which torchvision reads, has pickles.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ _CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "fro
 
 
 def load_named(name: str, data_dir: Path | None, dtype: torch.dtype) -> Splits:
-    """Return a data set from a folder; without one from the cache, downloading what it lacks."""
+    """Return a data set from a folder; None: from the cache, after downloading missing files."""
     if name == "digits":
         return _digits(dtype)
     folder = cache_folder() / name if data_dir is None else data_dir
@@ -71,7 +71,7 @@ def load_named(name: str, data_dir: Path | None, dtype: torch.dtype) -> Splits:
 
 
 def _download(url: str, folder: Path, md5: str) -> None:
-    """Download a file. torchvision's own download has no time limit; it only checks and unpacks what is there."""
+    """Download a file with a time limit, which torchvision's download lacks. torchvision then checks and unpacks it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / url.rpartition("/")[2]
     with urllib.request.urlopen(url, timeout=TIMEOUT_S) as source, path.open("wb") as file:
@@ -86,7 +86,7 @@ def _digits(dtype: torch.dtype) -> Splits:
     package = importlib.util.find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
         raise InputError("digits ship inside scikit-learn, which is not installed: pip install 'convoy-train[digits]'")
-    # The file is read where it lies: importing scikit-learn would take seconds.
+    # Read the file directly: importing scikit-learn would take seconds.
     path = Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
     try:
         table = np.loadtxt(path, delimiter=",").reshape(1797, 65)

@@ -1,4 +1,4 @@
-"""Takes over an optimizer and a DataLoader that were made for one device, for a distributed model."""
+"""Adapts an optimizer and a DataLoader that were made for one device to a distributed model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -26,9 +26,9 @@ from convoy.train.random_states import generators_in, read_states, set_states
 
 
 def state_rows(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Mapping[str, Mapping[str, Any]]:
-    """Describe the optimizer state of a model's whole parameters, given by `names`.
+    """Describe the optimizer state of a model's unsplit parameters. `names`: their names.
 
-    InputError if the optimizer has none of them, or state that cannot be split.
+    InputError if the optimizer has none of these parameters, or state that cannot be split.
     """
     if not any(p in names for group in optimizer.param_groups for p in group["params"]):
         raise InputError(
@@ -50,9 +50,9 @@ def rebind(
 ) -> None:
     """Replace a model's parameters in an optimizer by this device's shards of them. Every device calls it.
 
-    The optimizer stays the same object, so that its schedules continue to work. Its state (momentum) is taken from device 0
-    and split like the parameters. Parameters of other modules, such as a loss, stay. MismatchError if the devices' optimizers
-    differ in settings, or in parameters that are not the model's.
+    The optimizer stays the same object, so that its schedules continue to work. Its state (such as momentum) comes from device
+    0 and is split like the parameters. Parameters of other modules, such as a loss, stay. MismatchError if the devices'
+    optimizers differ in settings, or in parameters of other modules.
 
     Args:
         names: the model's parameters as they were before it was distributed.
@@ -89,9 +89,9 @@ def rebind(
 class AdoptedLoader(Loader):
     """The batches of an ordinary DataLoader, on every device as on one device.
 
-    Every device iterates over the DataLoader itself, so samplers, worker processes and random numbers in the data set do what
-    they do on one device. At the start of each iteration all devices get device 0's random states: of torch, Python, NumPy, and
-    of generators that the DataLoader, its sampler and its data set hold.
+    Every device iterates over the whole DataLoader, so samplers, worker processes and random numbers in the data set work as
+    on one device. At the start of each iteration all devices get device 0's random states: of torch, Python, NumPy, and of
+    generators that the DataLoader, its sampler and its data set hold.
     """
 
     def __init__(self, source: DataLoader[Any], model: Distributed | None) -> None:
@@ -137,7 +137,7 @@ class AdoptedLoader(Loader):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the random states, and let the next iteration continue from a saved position.
 
-        Within an epoch, the batches before it are loaded again, because samples may draw random numbers.
+        The earlier batches of the epoch are loaded again, because samples may draw random numbers.
         """
         self._begun, self._resumed = state["begun"], (state["epoch"], state["batch"])
         super().load_state_dict(state)
@@ -178,7 +178,7 @@ class AdoptedLoader(Loader):
         return self._yielded(batches, epoch, start)
 
     def _yielded(self, batches: Iterator[Any], epoch: int, done: int) -> Iterator[Any]:
-        """Yield the batches, and those of an unfinished step again."""
+        """Yield the batches; after a lost device, yield those of the unfinished step again."""
         kept: list[Any] = []  # since the last finished step
         again: list[Any] = []
         repeatable = self.model is not None and self.model.guard is not None

@@ -69,7 +69,7 @@ class Autotune:
 
 
 def observe(state: Autotune, step_s: float) -> tuple[Autotune, Decision]:
-    """Return the next state and the decision after a training step of `step_s` seconds, the same on every device."""
+    """Return the next state and the decision after a training step of `step_s` seconds, which must be equal on all devices."""
     if state.is_over:
         return state, Keep("autotuning is over")
     if state.skips:

@@ -80,7 +80,7 @@ class Rebalancer:
         self.begin()
 
     def begin(self) -> None:
-        """Start timing here. Call it after an evaluation between steps."""
+        """Restart the clock, so that the next step is timed from here. Call it after an evaluation between steps."""
         self.model.clock.settle()
         self._before = self._so_far()
 
@@ -116,7 +116,7 @@ class Rebalancer:
         self.steps += 1
 
     def _decide(self, table: Tensor) -> None:
-        """Act on the times of some steps: seconds by device, step and row of `_so_far`."""
+        """Decide from the times of some steps: seconds by device, step and row of `_so_far`."""
         for step in table.permute(1, 2, 0).tolist():
             if self.state is None:
                 # Devices end a step at different times: use the mean.

@@ -34,9 +34,9 @@ SHARED_MEMORY = (
 class Loader:
     """The local batches of one device, from a data set of (input, label) pairs; `convoy.loader` makes one.
 
-    Iterating yields (x, y): x is the local batch, in the layout of the plan's first layer (it may have zero samples, and then
-    none is loaded); y holds the labels of the global batch. If the plan leaves outputs with their samples, y holds the labels
-    of those samples only, and no others are loaded.
+    Iterating yields (x, y). x is the local batch, in the layout of the plan's first layer; it may have zero samples. y has the
+    labels of the global batch. If outputs stay on the device that computes them, y has the labels of this device's samples
+    only, and only these are loaded.
 
     Args:
         dataset: map-style; items are (tensor, label). Labels come from `__getitem__`, never from an attribute such as
@@ -132,7 +132,7 @@ class Loader:
         return self._iterate(begun, epoch, start)
 
     def begin(self, *, joined: bool = False) -> Any:
-        """Agree with the other devices on an epoch, which the others know if this one has joined. Return its order, as JSON."""
+        """Agree with the other devices on an epoch; a device that joins takes theirs. Return the order of samples as JSON."""
         if self.model is not None:
             self._agree(self.model, adopts=joined and not self._agreed)
             self._agreed = True
@@ -178,7 +178,12 @@ class Loader:
         Args:
             adopts: take the epoch of the other devices.
         """
-        own = self._required(model)
+        own = {  # all that determines samples and their augmentation
+            "the number of samples": self.samples, "batch_size": self.batch_size, "shuffle": self.shuffle, "seed": self.seed,
+            "drop_last": self.drop_last, "the epoch": self.epoch, "the first batch": self.start,
+            "augment": None if self.augment is None else repr(self.augment), "model.training": model.training,
+            "samples": self._compared if model.group.devices > 1 else [],
+        }  # fmt: skip
         rows = gather(model.group, "loader", own | {"the epoch": None} if adopts else own)
         known = [row["the epoch"] for row in rows if row["the epoch"] is not None]
         if adopts and known:
@@ -200,18 +205,9 @@ class Loader:
         if model.training:
             model.check_copies()
 
-    def _required(self, model: Distributed) -> dict[str, Any]:
-        """Return the values that determine samples and their augmentation."""
-        return {
-            "the number of samples": self.samples, "batch_size": self.batch_size, "shuffle": self.shuffle, "seed": self.seed,
-            "drop_last": self.drop_last, "the epoch": self.epoch, "the first batch": self.start,
-            "augment": None if self.augment is None else repr(self.augment), "model.training": model.training,
-            "samples": self._compared if model.group.devices > 1 else [],
-        }  # fmt: skip
-
     @cached_property
     def _compared(self) -> list[tuple[float, float]]:
-        """Return sum and sum of absolute values of the inputs and the labels of some samples."""
+        """Return checksums to compare data sets: sum and absolute sum of the inputs and the labels of some samples."""
         indices = [*range(0, self.samples, -(-self.samples // COMPARED_SAMPLES))]
         rows = _Rows([indices], [((0, len(indices)),) * 2], [0])
         loaded = _LocalBatches(self.dataset, rows, torch.empty(0), None, "compared")[0]
@@ -222,7 +218,7 @@ class Loader:
 
     @property
     def _changes(self) -> tuple[int, int, int]:
-        """The numbers of reshards, of finished steps and of repeated steps."""
+        """The model's counters of reshards, of finished steps and of repeated steps."""
         m = self.model
         return (m.reshards, m.finished_steps, m.repeats) if m is not None else (0, 0, 0)
 
@@ -289,7 +285,7 @@ class _LocalBatches(Dataset[Any]):
         return len(self.rows.indices)
 
     def __getitem__(self, k: int) -> tuple[Tensor, Tensor] | ConvoyError:
-        """Return the local batch or its error, because torch wraps an error raised in a worker in the worker's traceback."""
+        """Return the local batch or its error. (torch would add the worker's traceback to a raised error.)"""
         try:
             with own_random_numbers() if self.draws else nullcontext():
                 loaded = self._load(k, *self.rows.ranges[k])
