@@ -13,7 +13,7 @@ from convoy.cli.joining import Invitation, device_named, run_of
 from convoy.cli.train_parts import compare_with_one_device
 from convoy.cli.train_session import Job, train_job
 from convoy.comm.control_messages import difference, from_first, gather
-from convoy.comm.group import AloneGroup, ChangingGroup, Group
+from convoy.comm.group import AloneGroup, ChangingGroup
 from convoy.comm.processes import join, own_device
 from convoy.config.checks import check, check_outputs
 from convoy.config.run_file import RunSettings
@@ -37,7 +37,13 @@ def run_device(run: RunSettings) -> None:
         if settings.listen is not None and group.devices == 1:
             group = ChangingGroup(group)
         screen = Screen(visible=group.device == 0)
-        _check_same_settings(settings, group)
+        rows = gather(group, "settings", settings.decisive)
+        for name in rows[0]:
+            if found := difference([row[name] for row in rows]):
+                raise MismatchError(
+                    f"the devices were started with different options: --{key_of(name)} is {found}; start every device with "
+                    "the same options"
+                )
         if settings.listens_at is not None:
             home_at(*settings.listens_at, group)  # refuse a wrong address before anything takes long
         if settings.memory is not None:
@@ -90,14 +96,3 @@ def _prepare(settings: Settings) -> None:
     check(settings)
     set_modes(settings.tf32, settings.deterministic)
     torch.manual_seed(settings.seed)
-
-
-def _check_same_settings(settings: Settings, group: Group) -> None:
-    """Compare the settings that affect the result. Raise MismatchError for the first that differs."""
-    rows = gather(group, "settings", settings.decisive)
-    for name in rows[0]:
-        if found := difference([row[name] for row in rows]):
-            raise MismatchError(
-                f"the devices were started with different options: --{key_of(name)} is {found}; start every device with the "
-                "same options"
-            )

@@ -78,7 +78,7 @@ class Listener:
         self._thread.start()
 
     def stream(self, mark: str, limit_s: float) -> Connection:
-        """Wait for a connection that another process opens with this mark, and return it. TimeoutError: it did not come."""
+        """Wait for a connection that another process opens with this mark, and return it. TimeoutError: none came in time."""
         with self._stream_came:
             if not self._stream_came.wait_for(lambda: mark in self._streams, limit_s):
                 raise TimeoutError(f"no connection came within {limit_s:g} s")

@@ -208,7 +208,7 @@ class JoinedGroup(Group):
             host, port = self._health.addresses[peer]
             raise DeviceLostError(
                 peer,
-                f"{self._title(peer)} came, but device {self.device} at {self.address} cannot reach it at {host} port "
+                f"{self._title(peer)} joined, but device {self.device} at {self.address} cannot reach it at {host} port "
                 f"{port} ({answer.value}): open the ports between the machines, or name the interface that leads "
                 "there in GLOO_SOCKET_IFNAME",
             )

@@ -141,13 +141,13 @@ class Rendezvous:
         if self.infos:
             names = ", ".join(device_title(device, self.infos[device]) for device in missing)
             return DeviceLostError(
-                missing[0], f"{names} came and was lost before the job began: see its own output, and start again"
+                missing[0], f"{names} joined and was lost before the job began: see its own output, and start again"
             )
         came = [ProcessInfo.from_text(text) for text in texts.values() if text is not None]
         names = ", ".join(str(device) for device in missing)
         return DeviceLostError(
             missing[0],
-            f"{'devices' if len(missing) > 1 else 'device'} {names} of {self.env.devices} did not come within the "
-            f"time limit; here are {len(came)}, on {', '.join(sorted({info.host for info in came}))}. Start the missing "
+            f"{'devices' if len(missing) > 1 else 'device'} {names} of {self.env.devices} did not join within the "
+            f"time limit; {len(came)} joined, on {', '.join(sorted({info.host for info in came}))}. Start the missing "
             f"ones with MASTER_ADDR={self.env.host} MASTER_PORT={self.env.port}, or a job of fewer devices",
         )

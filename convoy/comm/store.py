@@ -194,7 +194,7 @@ def _announced_store(
     pause_s = 0.01
     while not torch_store.check([key]):
         if time.monotonic() + pause_s > deadline_s:
-            raise DeviceLostError(0, "device 0 did not come within the time limit: see its own output, and start it")
+            raise DeviceLostError(0, "device 0 did not join within the time limit: see its own output, and start it")
         time.sleep(pause_s)
         pause_s = min(MAX_PAUSE_S, 1.5 * pause_s)
     host, port = json.loads(torch_store.get(key))

@@ -191,7 +191,16 @@ def show_forecast(
             f"{in_bytes(found.shared.traffic_bytes)} sent per step; limited by {found.shared.bound}."
         )
     if found.basis == "described" and len(request.names) > 1:
-        _show_changes(show, found, fleet)
+        smallest = "no size that fits the fastest device"
+        if found.from_batch is not None:
+            smallest = f"{found.from_batch:,} samples or more"
+        show(f"Batch: it pays with {smallest}.")
+        if found.asked_links:
+            slowest = (
+                f"no rate up to {_link(LINKS[-1])}" if found.from_link is None else f"{_link(found.from_link)} or more"
+            )
+            here = "" if fleet.network is None else f" (here {_link(fleet.network.send_bytes_per_s)})"
+            show(f"Link: it pays with {slowest}{here}.")
     show(f"Based on {BASIS[found.basis]}. Nine of ten measurements lie in an interval.")
     show(f"Answered in {took_s:.1f} s.")
 
@@ -214,18 +223,6 @@ def _answer(found: Forecast) -> str:
         f"{answer} {fastest} alone is the fastest, {_rate(alone)} images/s (nine of ten: {rates}), "
         f"{seconds(found.request.batch / alone)} a step.{several}"
     )
-
-
-def _show_changes(show: Callable[[str], None], found: Forecast, fleet: Fleet) -> None:
-    """Print the smallest batch and the slowest link at which the fleet pays off."""
-    smallest = (
-        "no size that fits the fastest device" if found.from_batch is None else f"{found.from_batch:,} samples or more"
-    )
-    show(f"Batch: it pays with {smallest}.")
-    if found.asked_links:
-        link = f"no rate up to {_link(LINKS[-1])}" if found.from_link is None else f"{_link(found.from_link)} or more"
-        here = "" if fleet.network is None else f" (here {_link(fleet.network.send_bytes_per_s)})"
-        show(f"Link: it pays with {link}{here}.")
 
 
 def _rate(value: float) -> str:

@@ -178,7 +178,12 @@ class Loader:
         Args:
             adopts: take the epoch of the other devices.
         """
-        own = self._required(model)
+        own = {  # all that determines samples and their augmentation
+            "the number of samples": self.samples, "batch_size": self.batch_size, "shuffle": self.shuffle, "seed": self.seed,
+            "drop_last": self.drop_last, "the epoch": self.epoch, "the first batch": self.start,
+            "augment": None if self.augment is None else repr(self.augment), "model.training": model.training,
+            "samples": self._compared if model.group.devices > 1 else [],
+        }  # fmt: skip
         rows = gather(model.group, "loader", own | {"the epoch": None} if adopts else own)
         known = [row["the epoch"] for row in rows if row["the epoch"] is not None]
         if adopts and known:
@@ -199,15 +204,6 @@ class Loader:
                 )
         if model.training:
             model.check_copies()
-
-    def _required(self, model: Distributed) -> dict[str, Any]:
-        """Return the values that determine samples and their augmentation."""
-        return {
-            "the number of samples": self.samples, "batch_size": self.batch_size, "shuffle": self.shuffle, "seed": self.seed,
-            "drop_last": self.drop_last, "the epoch": self.epoch, "the first batch": self.start,
-            "augment": None if self.augment is None else repr(self.augment), "model.training": model.training,
-            "samples": self._compared if model.group.devices > 1 else [],
-        }  # fmt: skip
 
     @cached_property
     def _compared(self) -> list[tuple[float, float]]:

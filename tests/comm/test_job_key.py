@@ -158,7 +158,7 @@ def test_peer_with_another_key_is_rejected(tmp_path: Path) -> None:
     (kept, why), (refused, said) = on_processes(2, target, str(tmp_path), joined=False)
     assert (refused, kept) == ("InputError", "DeviceLostError")
     assert "does not have the key of this job" in said
-    assert "device 1 of 2 did not come" in why
+    assert "device 1 of 2 did not join" in why
 
 
 # ------------------------------------------------------------------------------------------------- where it must not be

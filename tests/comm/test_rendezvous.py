@@ -61,7 +61,7 @@ def test_failed_rendezvous_says_why(network: dict[str, str]) -> None:
     )
     for kind, text in absent:
         assert kind == "DeviceLostError"
-        assert text.startswith("device 3 of 4 did not come")
+        assert text.startswith("device 3 of 4 did not join")
     for kind, text in versions:
         assert kind == "MismatchError"
         assert "9.9.9 on device 2 (host" in text
