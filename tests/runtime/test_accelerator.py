@@ -52,7 +52,7 @@ HEART = (
     "(autocast_of_the_caller and both and hybrid)",
     "(every_move_on_threads and float64-strided)",
     "(to_every_other and two-conv-sgd)",  # weights that move to another plan
-    "(every_plan_loads and model-hybrid)",  # a checkpoint
+    "(every_plan_loads and hybrid-mixed)",  # a checkpoint
     "rebalanced_training_matches",  # rebalancing
 )
 """Of each kind of test one, for every day; the slow tests have all."""

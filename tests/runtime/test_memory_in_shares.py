@@ -56,8 +56,11 @@ class SlowSums(Sums):
         self._lane = Lane(group, 0, slots)
         self._held: list[tuple[int, Tensor]] = []
 
-    def _start(self, step: int, flat: Tensor) -> None:
-        self._held.append((step, flat))
+    def begin(self, step: int, flat: Tensor) -> None:
+        self._ready[step] = flat
+        while self._order and self._order[0] in self._ready:
+            turn = self._order.pop(0)
+            self._held.append((turn, self._ready.pop(turn)))
 
     def wait(self, step: int) -> None:
         while any(held == step for held, _ in self._held):
