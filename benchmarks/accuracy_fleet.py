@@ -4,7 +4,7 @@
     python -m benchmarks.accuracy_fleet FOLDER --page-only
 
 Every row is a `convoy train` of its own: `--plan auto` on the emulated fleet, and plain training on this machine
-as one device. A short run of each tells how many epochs fit into the minutes. Writes results/accuracy-fleet.json, from which an
+as one device. A short run of each shows how many epochs fit into the minutes. Writes results/accuracy-fleet.json, from which an
 interrupted run goes on, and docs/accuracy.md.
 """
 
@@ -34,7 +34,7 @@ PAGE = ROOT / "docs" / "accuracy.md"
 
 FLEET, ALONE = "fleet", "one device"
 PILOT_IMAGES = 1024
-"""Training images of the short runs that tell how long an epoch takes; all test images."""
+"""Training images of the short runs that measure the time of an epoch; all test images."""
 
 Document = dict[str, Any]
 

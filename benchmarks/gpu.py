@@ -191,7 +191,9 @@ def streams(place: Place) -> Iterator[Row]:
 
     found = [run_on_threads(2, lambda g, own=own: work(g, own=own), on=(place.name, "cpu"))[0] for own in (False, True)]  # type: ignore[misc]
     apart = abs(found[0] - found[1])
-    yield Row("streams", "three steps in a stream of one's own beside the default one", f"{apart:.1e}", apart <= EXACT)
+    yield Row(
+        "streams", "three steps in a separate stream, compared with the default stream", f"{apart:.1e}", apart <= EXACT
+    )
 
 
 def _seconds(once: Callable[[], None], rounds: int = 7) -> float:
@@ -263,7 +265,7 @@ def precision(place: Place) -> Iterator[Row]:
         good = apart <= ROUGH and losses[-1] < losses[0]
         yield Row(
             "precision",
-            f"{word}, {' + '.join(on)}: loss after six steps beside float32's",
+            f"{word}, {' + '.join(on)}: loss after six steps, compared with float32",
             f"{apart:.1e}{scaled}",
             good,
         )
@@ -287,7 +289,7 @@ def kill(place: Place) -> Iterator[Row]:
         yield Row(
             "kill",
             f"kill -9 during a step, --spare {spare}: {word} after {took_s:.1f} s",
-            (told or [line.strip() for line in lines[-1:]] or ["nothing was said"])[0][:200],
+            (told or [line.strip() for line in lines[-1:]] or ["no output"])[0][:200],
             good,
         )
 
@@ -354,7 +356,9 @@ def overhead(place: Place) -> Iterator[Row]:
         for precision in (None, torch.bfloat16):
             ratios, _ = _beside_plain(place, net, side, batch, precision)
             word = "float32" if precision is None else "bf16"
-            yield Row("overhead", f"{net} at {side}, batch {batch}, {word}, beside plain PyTorch", _ratio(ratios))
+            yield Row(
+                "overhead", f"{net} at {side}, batch {batch}, {word}, compared with plain PyTorch", _ratio(ratios)
+            )
 
 
 def compiled(place: Place) -> Iterator[Row]:
@@ -365,7 +369,9 @@ def compiled(place: Place) -> Iterator[Row]:
     for net, side, batch in COMPILED_CASES:
         ratios, told = _beside_plain(place, net, side, batch, None, compile=True)
         yield Row(
-            "compiled", f"{net} at {side}, batch {batch}, float32, beside plain PyTorch", f"{_ratio(ratios)}; {told}"
+            "compiled",
+            f"{net} at {side}, batch {batch}, float32, compared with plain PyTorch",
+            f"{_ratio(ratios)}; {told}",
         )
 
 

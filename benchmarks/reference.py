@@ -2,7 +2,7 @@
 
 On a shared machine the processor's speed wanders by tens of per cent within minutes. A prediction is made from tables that
 were measured some time before; the same small convolution, timed on all devices at once beside the tables and before every
-run, tells how much slower or faster the machine has become since.
+run, shows how much slower or faster the machine has become since.
 """
 
 import json

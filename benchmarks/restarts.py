@@ -8,13 +8,13 @@ The same net and batches, on processes of this machine, by turns:
     torchrun-1       DistributedDataParallel, one agent with all devices (`--standalone --max-restarts`), which starts all of
                      them again, the killed one too; they load the last checkpoint, saved after every step by the first
     torchrun-10      the same, saved after every tenth step
-    torchrun-hosts   an agent for each device, as on machines of their own, and the killed one loses its agent too: the others
-                     go on without it, from the checkpoint of every step (in a folder that all share)
+    torchrun-hosts   an agent per device, as on separate machines. The agent of the killed device is killed too; the others
+                     continue from the checkpoint of every step (in a shared folder)
     torchft          replica groups of one device over gloo; needs `--torchft PYTHON`, where torchft is installed
 
-A device is killed (SIGKILL) at a random moment, again and again; each time from the kill to the end of the next step that
-nobody had finished before. Medians and the longest; what a step takes beside it. The others have the settings of who wants
-short pauses: see `SETTINGS`.
+A device is repeatedly killed (SIGKILL) at a random moment. A pause lasts from the kill to the end of the next new step. Prints
+the median and the longest pause, and the time of an ordinary step. The other systems are set up for short pauses: see
+`SETTINGS`.
 """
 
 import argparse
@@ -227,7 +227,7 @@ def _parent(pid: int) -> int | None:
     return None if state == "Z" else int(parent)
 
 
-def told(way: str, paused_s: Sequence[float], steps_s: Sequence[float]) -> str:
+def report_line(way: str, paused_s: Sequence[float], steps_s: Sequence[float]) -> str:
     return (
         f"{way}: {len(paused_s)} kills, median {statistics.median(paused_s):.2f} s, worst {max(paused_s):.2f} s; "
         f"a step {statistics.median(steps_s):.2f} s"
@@ -263,7 +263,7 @@ def main() -> None:
             steps[way].extend(between)
             print(f"{way}: paused {', '.join(f'{s:.2f}' for s in paused)} s", flush=True)
     for way in (way for way in ways if found[way]):
-        print(told(way, found[way], steps[way]))
+        print(report_line(way, found[way], steps[way]))
 
 
 if __name__ == "__main__":

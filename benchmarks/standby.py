@@ -149,22 +149,22 @@ def work(net: str, batch: int, names: list[str], rounds: int, budget_s: float) -
                     found[mode].append(ways[mode].run(periods * price.every))
             others = others_share(encrypted, begin)
             if encrypted.device == 0:
-                told(name, step_s, dearer, price, found, others)
+                print_overheads(name, step_s, dearer, price, found, others)
             for way in ways.values():
                 way.close()
 
 
-def told(
+def print_overheads(
     name: str, step_s: float, dearer: float, price: SparePrice, found: dict[str, list[float]], others: float
 ) -> None:
     median = {mode: statistics.median(rows) for mode, rows in found.items()}
     print(
         f"{name}: a step {median['encrypted']:.4f} s (predicted {step_s:.4f}); others had {others:.0%} of the processors"
     )
-    for mode, beside, expected in (("encrypted", "trusted", dearer), ("spares", "encrypted", 1 + price.part)):
-        ratios = sorted(a / b for a, b in zip(found[mode], found[beside], strict=True))
+    for mode, base, expected in (("encrypted", "trusted", dearer), ("spares", "encrypted", 1 + price.part)):
+        ratios = sorted(a / b for a, b in zip(found[mode], found[base], strict=True))
         print(
-            f"  {mode} / {beside}: {statistics.median(ratios):.4f} ({ratios[0]:.3f} to {ratios[-1]:.3f}), predicted "
+            f"  {mode} / {base}: {statistics.median(ratios):.4f} ({ratios[0]:.3f} to {ratios[-1]:.3f}), predicted "
             f"{expected:.4f}" + (f"; the state after every {price.every} steps" if mode == "spares" else "")
         )
     sys.stdout.flush()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from convoy.checkpoint import checkpoint, checkpointer, run_folder
+from convoy.checkpoint import checkpoint, run_folder
 from convoy.comm import processes, store
 from convoy.comm.connection import Connection, Credentials, Fields
 from convoy.comm.job_key import JobKey
@@ -192,7 +192,7 @@ def machines() -> Iterator[None]:
         mock.patch.object(store, "Listener", door),
         mock.patch.object(checkpoint, "write_file", written),
         mock.patch.object(run_folder, "hold", held),
-        mock.patch.object(checkpointer, "hold", held),
+        mock.patch.object(checkpoint, "hold", held),
         mock.patch.object(store, "_stores", _OwnStores()),
     ):
         yield
