@@ -154,7 +154,7 @@ Add your own class if it does: `convoy.train.ELEMENTWISE.add(Lion)`. LBFGS (prod
 and column means) and Muon (whole matrices) do not; they are exact if every device has whole copies."""
 
 _VERSION = "_convoy_version"
-"""Mark of a shard and of its gradient: its `_written` when Convoy or an optimizer last changed it."""
+"""Mark of a shard and of its gradient: its `_version` when Convoy or an optimizer last changed it."""
 
 _with_guarded_state: WeakSet[Optimizer] = WeakSet()
 
@@ -208,23 +208,17 @@ def check_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
 # --- gradients of shards -----------------------------------------------------------------------------------------------
 
 
-def _written(t: Tensor) -> tuple[int, list[float]]:
-    """Return a tensor's version, and some entries on CPUs: writes through `.data` do not change the version."""
-    entries = t.detach().reshape(-1)[:: max(1, t.numel() // 8)] if t.is_cpu else t.new_empty(0)
-    return t._version, entries.nan_to_num().tolist()
-
-
 def accept_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Record the current version of sharded and unsummed gradients; `check_gradients` refuses later changes."""
     for p in parameters:
         if p.grad is not None and (is_shard(p) or is_unsummed(p)):
-            setattr(p.grad, _VERSION, _written(p.grad))
+            setattr(p.grad, _VERSION, p.grad._version)
 
 
 def check_gradients(what: str, parameters: Iterable[nn.Parameter]) -> None:
     """Raise InputError if anything but Convoy changed sharded or unsummed gradients. They may be set to zero."""
     gradients = [p.grad for p in parameters if p.grad is not None and (is_shard(p) or is_unsummed(p))]
-    changed = [g for g in gradients if getattr(g, _VERSION, None) != _written(g)]
+    changed = [g for g in gradients if getattr(g, _VERSION, None) != g._version]
     if count := sum(bool(g.any()) for g in changed):
         raise InputError(
             f"{what}: {count} gradients that are shards or partial sums have changed since backward(). "
@@ -281,12 +275,12 @@ def accept_weights(parameters: Iterable[nn.Parameter]) -> None:
     """Record the current version of sharded parameters; `check_weights` refuses later changes."""
     for p in parameters:
         if is_shard(p):
-            setattr(p, _VERSION, _written(p))
+            setattr(p, _VERSION, p._version)
 
 
 def check_weights(parameters: Iterable[nn.Parameter]) -> None:
     """Raise InputError if anything but Convoy and optimizers changed a sharded parameter in place."""
-    if changed := sum(_written(p) != getattr(p, _VERSION, None) for p in parameters if is_shard(p) and p.numel()):
+    if changed := sum(p._version != getattr(p, _VERSION, None) for p in parameters if is_shard(p) and p.numel()):
         raise InputError(
             f"{changed} sharded parameters have changed since the last optimizer step. A norm (max-norm, SAM) would be one of "
             "the local shard, so each device would change them by another factor: use a plan that copies parameters "

@@ -51,8 +51,7 @@ class Loader:
         augment: how images change from epoch to epoch, e.g. "crop,flip"; see `convoy.data.augment`.
 
     Raises:
-        InputError: a batch below 1, an empty data set or one with a random generator of its own, an unknown augmentation.
-            While iterating, a model with several inputs.
+        InputError: a batch below 1, a data set that is empty or has a random generator, or a model with several inputs.
         DataError: while iterating: samples that do not make a batch, or an error of the data set.
         MismatchError: while iterating: the devices have different data sets or are at different epochs.
     """
@@ -84,11 +83,13 @@ class Loader:
         self.epoch, self.start = 0, 0
         self._position: tuple[int, int] | None = None  # epoch, and batches returned
         self._agreed = False  # with the other devices, on an epoch
+        self._check_data()
+
+    def _check_data(self) -> None:
         if own := generators_in(self.dataset):
             raise InputError(
-                f"the data set has a random generator of its own (a {type(own[0]).__name__}), whose numbers would depend on "
-                "which samples a device loads: draw from torch, random or numpy without it, as they are seeded for each "
-                "sample; or use convoy.prepare without parts"
+                f"the data set has a random generator (a {type(own[0]).__name__}), whose numbers would depend on which samples "
+                "a device loads: draw from torch, random or numpy, seeded for each sample; or use convoy.prepare without parts"
             )
 
     def __len__(self) -> int:

@@ -156,7 +156,7 @@ def refused(file: Path, devices: int, model: nn.Module, x: torch.Tensor) -> None
 def test_a_file_of_another_fleet_or_model_is_refused(measured: Measurement, tmp_path: Path) -> None:
     file = tmp_path / "fleet.toml"
     file.write_text(measured.to_toml())
-    with pytest.raises(InputError, match=r"has 2 devices, this job has 3: start as many"):
+    with pytest.raises(InputError, match=r"has 2 devices, this job has 3: start 2 devices"):
         refused(file, 3, net(), example())
     other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 5)).double()
     with pytest.raises(MismatchError, match="measure this model"):

@@ -154,7 +154,7 @@ def test_a_forward_with_its_own_backward_is_called_live(function: Callable[..., 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_a_model_that_cannot_be_copied() -> None:
     model = nn.Sequential(torch.nn.utils.weight_norm(nn.Conv2d(3, 4, 1)))
-    with pytest.raises(InputError, match=r"Sequential cannot be copied .*parametrizations has forms"):
+    with pytest.raises(InputError, match=r"Sequential cannot be copied .*parametrizations, which can be copied"):
         trace(model, torch.zeros(2, 3, 8, 8))
 
 

@@ -199,7 +199,7 @@ def test_devices_draw_as_device_0() -> None:
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        (lambda: shuffled(Noisy(3)), r"generator of its own \(a Generator\)"),
+        (lambda: shuffled(Noisy(3)), r"random generator \(a Generator\)"),
         (
             lambda: DataLoader(images(), 5, sampler=Learning()),
             "the DataLoader has a sampler, .*leave parts out",
