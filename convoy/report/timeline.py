@@ -1,4 +1,4 @@
-"""Draws a predicted step: as pictures of devices on a page, and as a Chrome trace (Perfetto, chrome://tracing)."""
+"""Draws a predicted step: a timeline of each device on a page, and a Chrome trace (Perfetto, chrome://tracing)."""
 
 import json
 from collections.abc import Sequence

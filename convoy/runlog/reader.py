@@ -64,7 +64,7 @@ class RunRecord:
     ids: tuple[int, ...] = ()
 
     def id_of(self, place: int) -> int:
-        """Return the id of the device at this position among the devices that train at the end."""
+        """Return the id of a device, given its position in the last fleet of the log."""
         return self.ids[place] if place < len(self.ids) else place
 
     @property
