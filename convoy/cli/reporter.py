@@ -9,9 +9,9 @@ from convoy.comm.control_messages import gather
 from convoy.config.run_file import RunSettings
 from convoy.config.train_options import key_of
 from convoy.errors import ConvoyError
-from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
+from convoy.plan.text import layer_rows, work_shares
 from convoy.report.screen import Screen
 from convoy.runlog.directory import RunDirectory, write_files
 from convoy.runlog.loggers import Logger, to_mlflow, to_tensorboard, to_wandb

@@ -9,7 +9,7 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
 from convoy.planner.knowledge import FleetKnowledge
-from convoy.planner.replan import NewPlan, plan_anew
+from convoy.planner.replan import NewPlan, replanned
 from convoy.planner.request import PlanRequest
 from convoy.runtime.module import Distributed
 from convoy.simulate.interval import Within, around
@@ -103,7 +103,7 @@ class Replanner:
         if ready is not None and ready[:4] == (model.plan, tuple(before), tuple(now), self.known.speeds):
             self.found = ready[4]  # made during training, so that devices do not wait for a search now
         else:
-            self.found = plan_anew(self.request, model.plan, before, now)
+            self.found = replanned(self.request, model.plan, before, now)
         return self.found.plan
 
     def message(self) -> str:

@@ -29,10 +29,10 @@ from convoy.measure.layer_timer import measure_speeds
 from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.measure.timing import Progress
 from convoy.model.tracing import TracedModel, trace
-from convoy.plan.explain import work_shares
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, Speeds, named_plan
+from convoy.plan.text import work_shares
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.prediction import check_alone, choose, predict_plan
 from convoy.planner.request import PlanOptions, PlanRequest

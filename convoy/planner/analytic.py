@@ -130,7 +130,7 @@ def _collective(members: tuple[int, ...], total: float, devices: int, reduce: Re
     if reduce == "star":
         root = _mask((members[0],), devices)
         return member * total + root * total * (p - 2), 2
-    core = 1 << (p.bit_length() - 1)
+    core = 1 << (p.bit_length() - 1)  # butterfly: a power of two exchange, the other devices send to one of these
     extra = p - core
     sent = member * 2 * total * (core - 1) / core
     for i in range(extra):

@@ -42,7 +42,7 @@ class NewPlan:
     overfull: tuple[str, ...] = ()
 
 
-def plan_anew(request: PlanRequest, plan: Plan, before: Sequence[int], now: Sequence[int]) -> NewPlan:
+def replanned(request: PlanRequest, plan: Plan, before: Sequence[int], now: Sequence[int]) -> NewPlan:
     """Return the plan for the devices `now`, after the devices `before` ran `plan`.
 
     A job started with "auto" may get a different plan if all devices are measured. A job started with a named plan, which it
@@ -81,7 +81,7 @@ def with_joining_device(
 
     Without measurements of all devices, the speedup is None.
     """
-    without, together = (plan_anew(request, plan, now, ids) for ids in (now, sorted({*now, joining})))
+    without, together = (replanned(request, plan, now, ids) for ids in (now, sorted({*now, joining})))
     gain = None if without.step_s is None or together.step_s is None else without.step_s / together.step_s
     return together, gain
 

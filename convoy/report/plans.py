@@ -10,8 +10,8 @@ from rich.console import Console
 
 from convoy.fleet import Fleet
 from convoy.fleet.catalogue import DeviceClass, device_class
-from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
+from convoy.plan.text import layer_rows, work_shares
 from convoy.planner.payoff import LINKS, Forecast
 from convoy.planner.prediction import PlanPrediction, spare_price
 from convoy.planner.request import PlanRequest

@@ -13,11 +13,11 @@ from rich.table import Table
 from convoy.model.graph import Graph
 from convoy.plan.compile import compile_all
 from convoy.plan.device_program import program_lines
-from convoy.plan.explain import LayerRow, step_lines
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
 from convoy.plan.steps import micro_batches
+from convoy.plan.text import LayerRow, step_lines
 from convoy.report.numbers import in_bytes, seconds
 from convoy.runlog.schema import DeviceLine
 from convoy.train.record import EpochResult, Evaluation, History, Observer, StepResult

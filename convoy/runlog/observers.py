@@ -49,7 +49,7 @@ class StepTimer(Observer):
         self.last_s = now_s
 
     def restart(self) -> None:
-        """Start anew after a change of plan or shares, without the step that contains the change."""
+        """Start a new average after a change of plan or shares. The step with the change does not count."""
         self._since = len(self.seconds)
         self.last_s = None
 

@@ -56,7 +56,7 @@ class FleetLine(_Model):
 
 
 class LayerEntry(_Model):
-    """The split of a layer, as in `convoy.plan.explain.LayerRow`. `bytes` are sent for it per micro-batch."""
+    """The split of a layer, as in `convoy.plan.text.LayerRow`. `bytes` are sent for it per micro-batch."""
 
     layer: str
     kind: str

@@ -20,9 +20,9 @@ from convoy._version import __version__
 from convoy.errors import InputError
 from convoy.machine.accelerator import modes
 from convoy.model.graph import Graph
-from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
+from convoy.plan.text import layer_rows, work_shares
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.prediction import PlanPrediction, predict_plan
 from convoy.planner.request import PlanRequest

@@ -258,13 +258,13 @@ class OwnGradients:
         self._parameters = ()
 
     def check(self) -> None:
-        """End the comparison. Raise InputError if the loss read parameters itself."""
+        """End the comparison. Raise InputError if the loss used parameters directly."""
         self.end()
         if self._others and not self.several:
             raise InputError(
-                f"the loss reads {self._others} parameters itself, which are shards here or have unsummed gradients "
-                "(a penalty on weights?): its value and gradient would differ from those of one device. Use the optimizer's "
-                "weight_decay, or a plan that copies parameters ('data'), outside of no_sync()"
+                f"the loss uses {self._others} parameters directly (a penalty on weights?). They are shards here, or their "
+                "gradients are not summed yet, so the loss would differ from that of one device. Use the optimizer's "
+                "weight_decay; or use a plan that copies parameters ('data') and compute this loss outside no_sync()"
             )
 
 

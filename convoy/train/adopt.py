@@ -101,7 +101,7 @@ class AdoptedLoader(Loader):
         self._begun: str | None = None  # the random states at the start of the latest iteration
         self._resumed: tuple[int, int] | None = None  # the position of a loaded checkpoint in that iteration
 
-    def _check_data(self) -> None: ...
+    def _check_data(self) -> None: ...  # generators of the data set are right: every device draws all numbers
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the DataLoader, such as its sampler."""

@@ -60,7 +60,8 @@ def test_a_first_axis_that_is_not_the_batch_makes_one_layer_of_its_calls() -> No
 
 
 @pytest.mark.parametrize(
-    ("net", "name"), [(nets.DependentSamples, "centre"), (nets.Noting, "average"), (nets.OwnNorms, "norm")]
+    ("net", "name"),
+    [(nets.DependentSamples, "centre"), (lambda: nets.AroundInner(nets.Average), "inner"), (nets.OwnNorms, "norm")],
 )
 def test_python_that_a_trace_cannot_follow_is_given_the_whole_batch(net: Callable[[], nn.Module], name: str) -> None:
     layer = layers_of(net())[name]
@@ -85,7 +86,7 @@ def test_random_layers_are_known() -> None:
 
 
 def test_reasons_name_what_is_opaque_and_why() -> None:
-    inner = layers_of(nets.OpaquePerSample())["inner"]
+    inner = layers_of(nets.AroundInner())["inner"]
     assert (inner.kind, inner.per_sample) == ("opaque", False)
     assert inner.reason.startswith("PerSample stays whole: torch.fx cannot trace it: ")
     assert "nets.py:" in inner.reason

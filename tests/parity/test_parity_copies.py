@@ -133,7 +133,7 @@ def assert_same_losses(
         assert losses == pytest.approx(expected, rel=EXACT, abs=EXACT)
 
 
-@pytest.mark.parametrize("net", ["resnet", "dependent-in-training", "noting", "own-norm"])
+@pytest.mark.parametrize("net", ["resnet", "dependent-in-training", "average", "own-norm"])
 def test_training_goes_on_after_an_evaluation(net: str) -> None:
     model = nets.build(net)
     batches = Training(net, (10, 3, 10)).batches(model)

@@ -33,7 +33,15 @@ NETS = (
         "bare",
         "tied",
     ),
-    *("in-place", "opaque-per-sample", "opaque-whole", "dependent-samples", "dependent-in-training", "noting", "sizes"),
+    *(
+        "in-place",
+        "opaque-per-sample",
+        "opaque-whole",
+        "dependent-samples",
+        "dependent-in-training",
+        "average",
+        "sizes",
+    ),
     *("shuffle", "no-gradient", "own-backward", "hooked", "tokens"),
 )
 WITHOUT_BATCH_NORM = ("two-conv", "bare", "in-place", "opaque-per-sample", "shuffle", "tokens", "frozen")

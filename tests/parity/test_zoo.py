@@ -15,11 +15,11 @@ from convoy.fleet import Fleet
 from convoy.layout.layout import holders
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
-from convoy.plan.explain import layer_rows, step_lines
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import ComputeStep
+from convoy.plan.text import layer_rows, step_lines
 from convoy.planner.planner import candidates, plan_auto
 from studies.roofline import roofline_costs
 from tests.support import model_zoo

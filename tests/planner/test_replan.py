@@ -15,7 +15,7 @@ from convoy.plan.presets import AUTO, PLANS, Speeds, named_plan
 from convoy.plan.strategy import Batch
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.prediction import predict_plan
-from convoy.planner.replan import BETTER, plan_anew, with_joining_device
+from convoy.planner.replan import BETTER, replanned, with_joining_device
 from convoy.planner.request import PlanRequest
 from convoy.simulate.table import Measurement
 from tests.support.described_fleets import measured_fleet
@@ -64,7 +64,7 @@ def test_losing_the_fastest_device_can_change_the_plan(graph: Graph) -> None:
     """Two slow distant devices helped a fast one; alone, over their slow link, one of them does everything."""
     of = known(graph, 1e9, 1e8, 1e8, link=1e4)
     old = by_speed(graph, 8, 2, 2)
-    found = plan_anew(request(of, graph), old, (0, 1, 2), (1, 2))
+    found = replanned(request(of, graph), old, (0, 1, 2), (1, 2))
     same = plan_for(old, graph, [1, 2])
     assert found.plan.devices == 2
     assert found.step_s is not None
@@ -80,7 +80,7 @@ def test_the_running_plan_stays_unless_another_is_clearly_faster(graph: Graph, m
     same = plan_for(runs, graph, [0, 2])
     for better, stays in ((0.9, True), (0.98, False)):
         monkeypatch.setattr("convoy.planner.replan.BETTER", better)
-        assert (plan_anew(request(of, graph), runs, (0, 1, 2), (0, 2)).plan == same) == stays
+        assert (replanned(request(of, graph), runs, (0, 1, 2), (0, 2)).plan == same) == stays
 
 
 def test_knowledge_sent_to_another_device_gives_the_same_plan(graph: Graph) -> None:
@@ -88,7 +88,7 @@ def test_knowledge_sent_to_another_device_gives_the_same_plan(graph: Graph) -> N
     other = FleetKnowledge.from_json(of.to_json())
     assert other == of
     old = by_speed(graph, 8, 4, 2, 2)
-    assert plan_anew(request(of, graph), old, range(4), (0, 2, 3)) == plan_anew(
+    assert replanned(request(of, graph), old, range(4), (0, 2, 3)) == replanned(
         request(other, graph), old, range(4), (0, 2, 3)
     )
 
@@ -96,11 +96,11 @@ def test_knowledge_sent_to_another_device_gives_the_same_plan(graph: Graph) -> N
 def test_measured_slowdowns_count(graph: Graph) -> None:
     """Both were measured equal, one turned out four times as slow: it gets a fifth, not a half."""
     of = known(graph, 1e9, 1e9, 1e9).corrected({2: 4.0})
-    found = plan_anew(request(of, graph), by_speed(graph, 1, 1, 1), (0, 1, 2), (1, 2))
+    found = replanned(request(of, graph), by_speed(graph, 1, 1, 1), (0, 1, 2), (1, 2))
     assert isinstance(found.plan.otherwise, Batch)
     assert found.plan.otherwise.shares[1] in range(BATCH // 5 - 2, BATCH // 5 + 3)
     first, second = (
-        plan_anew(request(of, graph), by_speed(graph, 1, 1, 1), (0, 1, 2), ids) for ids in ((0, 1), (1, 2))
+        replanned(request(of, graph), by_speed(graph, 1, 1, 1), (0, 1, 2), ids) for ids in ((0, 1), (1, 2))
     )
     assert first.step_s is not None
     assert second.step_s is not None
@@ -112,20 +112,20 @@ def test_named_plan_is_rebuilt_when_devices_change(graph: Graph, name: str) -> N
     speeds = Speeds((1.0, 4.0, 2.0), {"conv1": (1.0, 3.0, 5.0)})
     of = FleetKnowledge(ids=(0, 1, 2), speeds=speeds)
     old = named_plan(name, graph, BATCH, speeds)
-    found = plan_anew(request(of, graph, name), old, (0, 1, 2), (0, 2))
+    found = replanned(request(of, graph, name), old, (0, 1, 2), (0, 2))
     assert found.plan == named_plan(name, graph, BATCH, Speeds((1.0, 2.0), {"conv1": (1.0, 5.0)}))
     assert found.step_s is None
     more = of.with_device(3, FleetKnowledge(speeds=Speeds((8.0,), {"conv1": (2.0,)})))
-    grown = plan_anew(request(more, graph, name), found.plan, (0, 2), (0, 2, 3))
+    grown = replanned(request(more, graph, name), found.plan, (0, 2), (0, 2, 3))
     assert grown.plan == named_plan(name, graph, BATCH, Speeds((1.0, 2.0, 8.0), {"conv1": (1.0, 5.0, 2.0)}))
 
 
 def test_unmeasured_joining_devices_get_an_average_share(graph: Graph) -> None:
     of = by_speeds(1.0, 3.0)
     old = by_speed(graph, 1, 3)
-    assert plan_anew(request(of, graph, None), old, (0, 1), (0, 1, 2)).plan.otherwise == Batch((8, 24, 16))
+    assert replanned(request(of, graph, None), old, (0, 1), (0, 1, 2)).plan.otherwise == Batch((8, 24, 16))
     more = of.with_device(2, by_speeds(8.0))
-    assert plan_anew(request(more, graph, None), old, (0, 1), (0, 1, 2)).plan.otherwise == Batch((4, 12, 32))
+    assert replanned(request(more, graph, None), old, (0, 1), (0, 1, 2)).plan.otherwise == Batch((4, 12, 32))
     assert with_joining_device(request(of, graph, None), old, (0, 1), 2)[1] is None
 
 
@@ -134,13 +134,13 @@ def test_joining_device_gets_work_if_the_fleet_gains(graph: Graph) -> None:
     came = measured_fleet(graph, [2e8], BATCH, ["d1"])  # a name that is taken
     more = of.with_device(7, joining(2.0, replace(came, fleet=replace(came.fleet, network=None))))
     old = by_speed(graph, 1, 1)
-    found = plan_anew(request(more, graph), old, (0, 1), (0, 1, 7))
+    found = replanned(request(more, graph), old, (0, 1), (0, 1, 7))
     assert isinstance(found.plan.otherwise, Batch)
     assert found.plan.otherwise.shares == (12, 12, 24)
     _, gain = with_joining_device(request(more, graph), old, (0, 1), 7)
     assert gain is not None
     assert 1.5 < gain < 2.1
-    back = plan_anew(request(more, graph), found.plan, (0, 1, 7), (1, 7))
+    back = replanned(request(more, graph), found.plan, (0, 1, 7), (1, 7))
     assert isinstance(back.plan.otherwise, Batch)
     assert back.plan.otherwise.shares == (16, 32)
 
@@ -168,9 +168,9 @@ def test_fitting_plan_replaces_proportional_plan_that_does_not_fit(graph: Graph)
     roomy = known(graph, 1e9, 1e9, 1e9)
     old = by_speed(graph, 1, 1, 1)
     need = predict_plan(plan_for(old, graph, [1, 2]), some_of(roomy, graph, [1, 2])).memory[1].total_bytes
-    found = plan_anew(request(known(graph, 1e9, 1e9, 1e9, d2=int(0.8 * need)), graph), old, (0, 1, 2), (1, 2))
+    found = replanned(request(known(graph, 1e9, 1e9, 1e9, d2=int(0.8 * need)), graph), old, (0, 1, 2), (1, 2))
     assert not found.overfull
-    hopeless = plan_anew(request(known(graph, 1e9, 1e9, 1e9, d1=100, d2=100), graph), old, (0, 1, 2), (1, 2))
+    hopeless = replanned(request(known(graph, 1e9, 1e9, 1e9, d1=100, d2=100), graph), old, (0, 1, 2), (1, 2))
     assert hopeless.plan == plan_for(old, graph, [1, 2])
     assert len(hopeless.overfull) == 2
     assert hopeless.overfull[0].startswith("d1 needs ")

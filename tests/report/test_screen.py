@@ -5,9 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from convoy.plan.explain import LayerRow
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch
+from convoy.plan.text import LayerRow
 from convoy.report.screen import LINE_EVERY_S, Screen, Wait
 from convoy.train.record import EpochResult, Evaluation, History, StepResult
 

@@ -15,8 +15,8 @@ from convoy import cli
 from convoy.config.run_file import resolve_settings
 from convoy.data import load
 from convoy.errors import InputError
-from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
+from convoy.plan.text import layer_rows, work_shares
 from convoy.report.numbers import seconds
 from convoy.report.page import write_report
 from convoy.runlog.reader import read_log

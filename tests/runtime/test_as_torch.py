@@ -264,7 +264,7 @@ def test_penalties_and_norms_of_shards_are_refused() -> None:
         here = Distributed(model, chosen, group, x[:2])
         held = any(p.numel() for p in here.parameters())
         for _ in range(2):
-            with pytest.raises(InputError, match=r"the loss reads .* parameters itself") if held else nullcontext():
+            with pytest.raises(InputError, match=r"the loss uses .* parameters directly") if held else nullcontext():
                 (loss_of(here(part(here, x), batch=10), y) + penalty(here)).backward()
             here.zero_grad()
         ascend(here)

@@ -18,11 +18,11 @@ from convoy.layout.comm_dtype import CommDtype, comm_dtype_of, parse_comm_dtype
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
-from convoy.plan.explain import layer_rows, step_lines
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.steps import GatherStatistics, GatherWeights, Move, SumGradients, Value, traffic
+from convoy.plan.text import layer_rows, step_lines
 from convoy.planner.planner import candidates
 from convoy.runtime.exchange import StartedMove
 from convoy.runtime.module import Distributed
@@ -249,7 +249,7 @@ def test_a_ring_of_two_casts_each_half_and_rounds_its_own() -> None:
 
 
 def test_explain_names_the_wire_format() -> None:
-    """The byte counts are half those of test_explain.py's exact plan."""
+    """The byte counts are half those of test_text.py's exact plan."""
     model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
     graph = trace(model, torch.zeros(1, 1, 2, 2)).graph
     plan = narrow(named_plan("master", graph, 4, Speeds((3.0, 1.0))))

@@ -226,7 +226,7 @@ def test_region_starts_at_a_gradient_all_reduce(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_composite_layers_are_not_compiled() -> None:
-    for net in ("noting", "own-norm", "hooked", "own-backward", "in-place"):
+    for net in ("average", "own-norm", "hooked", "own-backward", "in-place"):
         part = alone(nets.build(net), compile=False)
         for name, layer in part.traced[True].graph.layers.items():
             operation = part.traced[True].operations.get(name)

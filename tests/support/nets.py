@@ -361,8 +361,10 @@ class Declared(PerSample):
 register_layer(Declared, splits="samples")
 
 
-class OpaquePerSample(nn.Module):
-    def __init__(self, inner: type[PerSample] = PerSample) -> None:
+class AroundInner(nn.Module):
+    """A net with a module of choice between its convolution and its linear layer."""
+
+    def __init__(self, inner: type[nn.Module] = PerSample) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 6, 3, padding=1)
         self.inner = inner()
@@ -425,17 +427,6 @@ class Average(nn.Module):
         if self.training and bool(x.detach().isfinite().all()):
             self.average.mul_(0.9).add_(0.1 * x.detach().mean((0, 2, 3)).view(6, 1, 1))
         return x - self.average
-
-
-class Noting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 6, 3, padding=1)
-        self.average = Average()
-        self.fc = nn.Linear(6, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(F.relu(self.average(self.conv(x))).mean((2, 3)))
 
 
 class OwnNorm(nn.BatchNorm2d):
@@ -614,11 +605,11 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "bare": Bare,
     "tied": Tied,
     "in-place": InPlace,
-    "opaque-per-sample": lambda: OpaquePerSample(Declared),
+    "opaque-per-sample": lambda: AroundInner(Declared),
     "opaque-whole": OpaqueWhole,
     "dependent-samples": DependentSamples,
     "dependent-in-training": lambda: DependentSamples(only_training=True),
-    "noting": Noting,
+    "average": lambda: AroundInner(Average),
     "own-norm": OwnNorms,
     "sizes": Sizes,
     "half-batch": HalfBatch,

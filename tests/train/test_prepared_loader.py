@@ -52,7 +52,7 @@ class Noisy(Dataset[Any]):
 
 
 class Learning(Sampler[int]):
-    """An endless sampler that goes on from the sample that it was given last."""
+    """An endless sampler. Each iteration continues after the last sample of the previous one."""
 
     at = 0
 

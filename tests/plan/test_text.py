@@ -10,11 +10,11 @@ from torch import nn
 
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
-from convoy.plan.explain import LayerRow, layer_rows, step_lines, work_shares
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.strategy import Batch, Channel, Filter
+from convoy.plan.text import LayerRow, layer_rows, step_lines, work_shares
 
 
 @pytest.fixture(scope="module")
