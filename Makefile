@@ -41,7 +41,7 @@ fix: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(READY)  ## the pages, into docs/_build: figures drawn anew, warnings are errors
+docs: $(READY)  ## the pages, into docs/_build: figures drawn again, warnings are errors
 	$(BIN)/python -m docs.figures_plans
 	$(BIN)/python -m docs.figures_step
 	$(BIN)/python -m docs.figures_rooms

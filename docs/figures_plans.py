@@ -2,7 +2,7 @@
 
     python -m docs.figures_plans        # writes docs/figures/plans-*.svg
 
-They cannot say anything else than the code does: a test draws them anew and compares.
+They agree with the code: a test draws them again and compares.
 """
 
 from collections import defaultdict

@@ -5,7 +5,7 @@
 The devices are threads with machines of their own (see `chaos_machines.py`); meeting, agreement, keeping, going back are
 those of processes. What happens is drawn per message (`chaos_drawn.py`): a device is switched off, leaves, falls silent and
 wakes up, is slow, or its disk is full, at the n-th time that it speaks to another one after some step: in forward, backward,
-keeping, meeting anew, a test.
+keeping, another rendezvous, a test.
 """
 
 import copy

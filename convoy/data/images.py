@@ -232,7 +232,7 @@ class Splits:
 
     @property
     def fingerprint(self) -> str:
-        """Values that must be equal on all devices, as JSON: counts, shape, classes, labels, mean, standard deviation."""
+        """JSON text of what all devices must share (counts, shape, classes, labels, mean, standard deviation)."""
         labels = b"".join(images.targets.numpy().tobytes() for images in (self.train, self.test))
         facts = {
             "train": len(self.train), "test": len(self.test), "shape": self.train.image_shape, "classes": self.class_names,
