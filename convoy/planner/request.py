@@ -112,13 +112,10 @@ class PlanRequest:
         overhead = costs.overhead(device)
         device_s = sum(trained.values()) * costs.update_s(device) / self.micro_batches
         host_s = overhead.layer_s + len(trained) * overhead.update_s_per_tensor / self.micro_batches + overhead.step_s
-        for layer in graph.layers.values():
-            if layer.kind == "input":
-                continue
+        for layer in (each for each in graph.layers.values() if each.kind != "input"):
             phases: tuple[Phase, ...] = ("forward", "backward") if layer.name in trained_layers else ("forward",)
-            device_s += sum(
-                costs.times.seconds(device, layer, phase, whole_size(layer, self.batch)) for phase in phases
-            )
+            size = whole_size(layer, self.batch)
+            device_s += sum(costs.times.seconds(device, layer, phase, size) for phase in phases)
             host_s += len(phases) * overhead.queue_s
             if len(phases) == 2 and layer.name in graph.outputs and layer.batched:
                 device_s += overhead.loss_s((self.batch * math.prod(layer.shape),), costs.itemsize)
