@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Literal, TypeVar
 
 from convoy.fleet import Fleet
+from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import One
 from convoy.planner.knowledge import FleetKnowledge
@@ -144,7 +145,8 @@ def _more_samples(request: PlanRequest) -> float:
     if limit == float("inf"):
         return limit
     plan = Plan("alone", request.graph.fingerprint, len(request.names), request.batch, {}, One(fastest))
-    need = memory_of(plan, request.graph, optimizer=request.optimizer, itemsize=request.costs.itemsize)[fastest]
+    steps = lower(plan, request.graph)
+    need = memory_of(steps, request.graph, optimizer=request.optimizer, itemsize=request.costs.itemsize)[fastest]
     fixed = need.total_bytes - need.activations_bytes
     return max(0.0, (limit - fixed) / max(1, need.activations_bytes))
 

@@ -27,8 +27,8 @@ from convoy.planner.analytic import DIRECT_DEVICES, CostModel, content
 from convoy.planner.request import PlanRequest
 from convoy.planner.search import Candidate, Search, batch_shares, in_order, model_s
 from convoy.simulate.compute import CachedTimes
-from convoy.simulate.memory import fewest_micro_batches, memory_of_steps, micro_batch_words, most_bytes
-from convoy.simulate.simulator import computing_s, layers_s, simulate
+from convoy.simulate.memory import fewest_micro_batches, memory_of, micro_batch_words, most_bytes
+from convoy.simulate.simulator import layers_s, seconds_by_phase, simulate
 
 SIMULATION_WORK = 300_000
 """Plans are simulated up to this product of layers and devices^4, because the time grows with layers and concurrent
@@ -143,7 +143,7 @@ def _needs(plan: Plan, model: CostModel) -> tuple[int, ...]:
     most = most_bytes(model.steps(plan), graph, optimizer=request.optimizer, itemsize=itemsize)
     if not request.limits.excess(most):
         return most
-    memory = memory_of_steps(model.steps(plan), graph, optimizer=request.optimizer, itemsize=itemsize)
+    memory = memory_of(model.steps(plan), graph, optimizer=request.optimizer, itemsize=itemsize)
     return tuple(row.total_bytes for row in memory)
 
 
@@ -209,7 +209,7 @@ def _moved_off(samples: Sequence[int], needs: Sequence[int], plan: Plan, model: 
     """Move samples from devices with too little memory to others. Return None if all fit, or if the others have no room."""
     limits, request = model.request.limits, model.request
     excess = limits.excess(needs)
-    memory = memory_of_steps(model.steps(plan), model.graph, optimizer=request.optimizer, itemsize=model.costs.itemsize)
+    memory = memory_of(model.steps(plan), model.graph, optimizer=request.optimizer, itemsize=model.costs.itemsize)
     sample_bytes = max(each.activations_bytes / n for each, n in zip(memory, samples, strict=True) if n)
     if not excess or not sample_bytes:
         return None
@@ -349,10 +349,11 @@ class LocalSearch:
 
     def shorter(self, plan: Plan, than_s: float) -> Simulated | None:
         """Return the simulation of a plan if its step is shorter than `than_s` and the plan may be used."""
-        steps = self.model.steps(plan)
-        # Most plans need no simulation, because one device's layers alone take longer.
-        if self._key(plan) not in self.known and max(computing_s(steps, self.model.graph, self.costs)) >= than_s:
-            return None
+        if self._key(plan) not in self.known:
+            # Most plans need no simulation, because one device's layers alone take longer.
+            rows = seconds_by_phase(self.model.steps(plan), self.model.graph, self.costs.times)
+            if max(sum(row.values()) for row in rows) >= than_s:
+                return None
         found = self.simulated(plan)
         return found if found.step_s < than_s and self.fits(plan) else None
 

@@ -19,6 +19,7 @@ from convoy.plan.steps import ComputeStep, Phase, StepList
 from convoy.simulate.compute import ComputeTimes
 from convoy.simulate.costs import NOTHING, Costs, Handling, handling_of
 from convoy.simulate.events import HELD_BYTES, Await, Begin, Item, Key, Mark, Program, Route, Timeline, Work, play
+from convoy.simulate.memory import parameters_of
 
 _WAITS = (ops.WaitRound, ops.TakeSum, ops.WaitSum, ops.FinishSums)
 _UNHANDLED = (ops.Compute, ops.Fused, ops.ExchangeRound, ops.BeginSum, ops.EndSum, *_WAITS)
@@ -44,20 +45,8 @@ def simulate(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = Tru
 def programs(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = True) -> list[Program]:
     """Return the simulator's program for every device; `overlap` as in `simulate`."""
     labels = {step.id: f"{type(step).__name__} {step.id}" for step in steps.steps}
-    trained = {
-        parameter.key: (step.parameters[key], parameter)
-        for step in steps.phase("forward")
-        if isinstance(step, ComputeStep)
-        for key, parameter in graph[step.layer].parameters.items()
-        if parameter.trainable
-    }
-    kept = list(trained.values())
+    kept = [(layout, parameter) for parameter, layout in parameters_of(steps, graph) if parameter.trainable]
     return [_Pricer(p, steps, graph, costs, labels).program(kept) for p in compile_all(steps, graph, overlap=overlap)]
-
-
-def computing_s(steps: StepList, graph: Graph, costs: Costs) -> list[float]:
-    """Return the seconds of each device's layers, a lower limit of the step."""
-    return [sum(row.values()) for row in seconds_by_phase(steps, graph, costs.times)]
 
 
 def layers_s(steps: StepList, graph: Graph, costs: Costs) -> dict[str, tuple[float, int]]:
