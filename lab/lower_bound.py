@@ -137,7 +137,7 @@ class _Work:
 
 def _work_of(request: PlanRequest) -> _Work:
     graph, batch, costs = request.graph, request.batch, request.costs
-    marks = [(costs.times.alike(d), costs.update_s(d), costs.overhead(d)) for d in range(costs.network.devices)]
+    marks = [(costs.times.alike(d), costs.update_s(d), costs.overhead(d)) for d in range(len(costs.network.host))]
     distinct = list(dict.fromkeys(marks))
     first = [marks.index(mark) for mark in distinct]
     back = reached(graph, trains(graph))

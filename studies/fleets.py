@@ -71,7 +71,7 @@ def layer_speeds(request: PlanRequest) -> Speeds:
         size = whole_size(layer, request.batch)
         rows = (
             sum(times.seconds(device, layer, phase, size) for phase in ("forward", "backward"))
-            for device in range(request.costs.network.devices)
+            for device in range(len(request.costs.network.host))
         )
         layers[layer.name] = tuple(request.batch / seconds for seconds in rows)
     return replace(request.speeds, layers=layers)

@@ -230,7 +230,7 @@ class CostModel:
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
         self.graph, self.batch, self.costs = request.graph, request.batch, request.costs
-        self.devices = self.costs.network.devices
+        self.devices = len(self.costs.network.host)
         self.reduce: Reduce = request.reduce or ("direct" if self.devices <= DIRECT_DEVICES else "ring")
         self.trains = trains(self.graph)
         self.losses = frozenset(n for n in self.graph.outputs if self.graph[n].batched and n in self.trains)

@@ -129,7 +129,8 @@ def _busiest(timeline: Timeline, steps: StepList, request: PlanRequest) -> str:
     """Return the name of the resource that is busy longest; "waiting: ..." if none is busy for half of the step."""
     network, names = request.costs.network, request.names
     first = {host: names[device] for device, host in reversed(list(enumerate(network.host)))}
-    busy_s = {f"computing on {names[timeline.busiest]}": timeline.compute_s[timeline.busiest]}
+    longest_s = max(timeline.compute_s)
+    busy_s = {f"computing on {names[timeline.compute_s.index(longest_s)]}": longest_s}
     for (sender, receiver), size in steps.traffic(request.costs.itemsize).items():
         a, b = network.host[sender], network.host[receiver]
         if a != b:

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from convoy.errors import PlanError, unknown_name
 from convoy.fleet import Fleet
@@ -22,8 +22,7 @@ from convoy.plan.device_program import DeviceProgram
 from convoy.plan.steps import ComputeStep, GatherStatistics, GatherWeights, Move, ReturnGradient, StepList
 
 
-@dataclass(frozen=True, slots=True)
-class Optimizer:
+class Optimizer(NamedTuple):
     """The memory and traffic of an optimizer, in numbers per trainable entry."""
 
     state: int  # numbers kept from step to step, excluding weight and gradient

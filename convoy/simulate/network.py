@@ -1,7 +1,8 @@
 """Describes a fleet's network, and computes the rates of simultaneous messages that share it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -33,7 +34,7 @@ class QuotaNoise:
     burst: Annotated[float, Strict(), Field(ge=1, le=MOST)] = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, because a property is cached
 class Network:
     """Rates and latencies between the devices of a fleet.
 
@@ -49,7 +50,6 @@ class Network:
         noise: the noise of each device, None without a CPU quota; empty if no device has a quota.
         segment: index of each host's network segment, -1 without one; empty if the fleet has no segments.
         uplink_send_bytes_per_s, uplink_receive_bytes_per_s: rates of each segment's uplink, shared by all its messages.
-        largest_latency_s: the largest latency between two devices.
     """
 
     host: tuple[int, ...]
@@ -64,16 +64,11 @@ class Network:
     segment: tuple[int, ...] = ()
     uplink_send_bytes_per_s: tuple[float, ...] = ()
     uplink_receive_bytes_per_s: tuple[float, ...] = ()
-    largest_latency_s: float = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        # Computed once: a thousand devices have a million pairs.
-        rows = (max((*row[:i], *row[i + 1 :]), default=0.0) for i, row in enumerate(self.latency_s))
-        object.__setattr__(self, "largest_latency_s", max(rows, default=0.0))
-
-    @property
-    def devices(self) -> int:
-        return len(self.host)
+    @cached_property
+    def largest_latency_s(self) -> float:
+        """The largest latency between two devices, computed once because a thousand devices have a million pairs."""
+        return max((max((*row[:i], *row[i + 1 :]), default=0.0) for i, row in enumerate(self.latency_s)), default=0.0)
 
 
 def network_of(

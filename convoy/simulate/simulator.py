@@ -7,7 +7,6 @@ A computation takes the seconds of its size. Operations around messages take the
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from convoy.layout.comm_dtype import narrow_itemsize
 from convoy.layout.layout import Layout, held_entries, holds
@@ -197,7 +196,7 @@ class _Pricer:
             if rest:
                 yield from self._lane(rest)
             work = self._computation(inner, called=called)
-            yield replace(work, seconds=work.seconds + waits_s) if called else work
+            yield work._replace(seconds=work.seconds + waits_s) if called else work
             called, rest = False, []
         yield from self._lane(rest)
 

@@ -309,8 +309,12 @@ class Measurement:
         rows = {
             name: value for name, value in measured.items() if name not in ("format", "host")
         }  # "host": older files
-        if isinstance(devices := rows.get("device"), list):
-            rows["device"] = [_with_noise(row) for row in devices]
+        devices = rows.get("device")
+        for row in devices if isinstance(devices, list) else ():
+            if isinstance(row, dict) and (old := {name: row.pop(name) for name in _OLD_NOISE if name in row}):
+                # Older files have the noise model's keys among the others.
+                noise = {_OLD_NOISE[name]: value for name, value in old.items()}
+                row |= {} if QuotaNoise(**noise) == QuotaNoise() else {"noise": noise}
         try:
             return fleet, TypeAdapter(cls).validate_python(rows | {"fleet": fleet})
         except ValidationError as error:
@@ -343,16 +347,7 @@ _SECTIONS: Mapping[str, type[Any]] = {
     "device": DeviceCosts, "layer": LayerPoint, "link": LinkSpread, "noise": QuotaNoise
 }  # fmt: skip
 _OLD_NOISE = {"beside_s": "overlap_delay_s", "rested_s": "rested_s", "burst": "burst"}
-"""Old keys of the noise model, from files that had no table for it, and their current names."""
-
-
-def _with_noise(row: Any) -> Any:
-    """Move old keys of the noise model into its table."""
-    if not isinstance(row, dict) or not row.keys() & _OLD_NOISE.keys():
-        return row
-    noise = {new: row[old] for old, new in _OLD_NOISE.items() if old in row}
-    kept = {name: value for name, value in row.items() if name not in _OLD_NOISE}
-    return kept if QuotaNoise(**noise) == QuotaNoise() else kept | {"noise": noise}
+"""Old keys of the noise model -> current ones."""
 
 
 def _row(value: DeviceCosts | LinkSpread | LayerPoint | QuotaNoise) -> str:
