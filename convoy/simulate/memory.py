@@ -147,7 +147,7 @@ def micro_batch_words(graph: Graph, count: int) -> str:
     """Describe a step of `count` micro-batches, and name the layers that would then compute different numbers."""
     text = f"{count} micro-batches (--accumulate {count}; in Python, model.no_sync())"
     rows = graph.layers.values()
-    if others := [e.name for e in rows if e.batched and (e.statistics or e.batch_axes or not e.per_sample)]:
+    if others := [e.name for e in rows if e.batched and (e.statistics or not e.per_sample)]:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         kind = "batch norm" if graph[others[0]].statistics else "layer"
         text += f", with different numbers, since {kind} {others[0]!r}{more} would see only its own micro-batch"

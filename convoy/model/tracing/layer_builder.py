@@ -20,14 +20,11 @@ from convoy.model.tracing.effects import IN_PLACE, batch_norm_of, called, draws_
 from convoy.model.tracing.node_values import (
     BATCHES,
     NodeValues,
-    Pair,
     Spec,
     Untraceable,
-    across,
     is_batched,
     is_form,
     mentions_batch,
-    without_batch,
 )
 from convoy.model.tracing.python_state import is_of_user, subtree
 from convoy.model.tracing.supported_layers import known
@@ -179,15 +176,14 @@ class LayerBuilder:
         else:
             raise Untraceable(f"{node.name} picks by something else than a number", node.meta["where"])
 
-    def _item(self, name: str, item: int, of_batch: Pair | None = None) -> str:
-        """Return the layer that picks one tensor of a layer's output. `of_batch`: its values if they are not per sample."""
+    def _item(self, name: str, item: int, *, of_batch: bool = False) -> str:
+        """Return the layer that picks one tensor of a layer's output. `of_batch`: it is one value for the global batch."""
         picked = f"{name}[{item}]"
         if picked not in self._layers:
             source, small = self._layers[name], self._shown[name][item]
-            batched, axes = source.batched and of_batch is None, across(of_batch) if of_batch is not None else ()
+            batched = source.batched and not of_batch
             self._layers[picked] = Layer(
-                picked, "pick", (name,), tuple(small.shape[1:]) if batched else without_batch(small.shape, axes),
-                dtype=dtype_name(small.dtype), batched=batched, batch_axes=axes,
+                picked, "pick", (name,), tuple(small.shape[batched:]), dtype=dtype_name(small.dtype), batched=batched,
                 differentiable=source.differentiable and is_floating(small),
             )  # fmt: skip
             self._operations[picked] = Operation("function", operator.getitem, (Ref(0), item))
@@ -239,8 +235,7 @@ class LayerBuilder:
         self._layers[name] = self._tried(operation, layer, paths, why, mixes=mixes)
         self._operations[name], self._shown[name] = operation, tuple(small) if several else small[0]
         for i, node in enumerate(gives):
-            of_batch = values[node] if node in values.of_batch else None
-            self._names[node] = self._item(name, i, of_batch) if several else name
+            self._names[node] = self._item(name, i, of_batch=node in values.of_batch) if several else name
 
     def _arguments(self, node: fx.Node, refs: list[str], at: dict[fx.Node, Ref]) -> tuple[Any, Any]:
         """Return a call's arguments with placeholders. Add the layers that it reads to `refs`; `at`: values in its region."""
