@@ -16,13 +16,12 @@ from convoy.errors import PlanError
 from convoy.layout.collectives import Reduce
 from convoy.layout.layout import Replicated, Split, holders
 from convoy.layout.shares import apportion
-from convoy.model.graph import Layer
 from convoy.plan.coupling import coupled_axes, with_units
 from convoy.plan.placing import placements
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, SHARE_UNITS, Speeds, named_plan
 from convoy.plan.steps import ComputeStep, micro_batches
-from convoy.plan.strategy import STRATEGIES, Batch, Placement, Sharding, can_shard
+from convoy.plan.strategy import STRATEGIES, Batch, Sharding, can_shard
 from convoy.planner.analytic import DIRECT_DEVICES, CostModel, content
 from convoy.planner.request import PlanRequest
 from convoy.planner.search import Candidate, Search, batch_shares, in_order, model_s
@@ -409,8 +408,13 @@ class LocalSearch:
 
     def keep_otherwise(self, start: Candidate, speeds: Sequence[float]) -> Better:
         """Try to store replicated weights as copies, or as shards: by speed or evenly, over some or all devices."""
-        graph, placed = self.model.graph, placements(start.plan, self.model.graph)
-        names = [name for name, each in placed.items() if _uses_copies(graph[name], each)]
+        graph, placed, names = self.model.graph, placements(start.plan, self.model.graph), []
+        for name, each in placed.items():
+            # Parameters can be sharded if several devices use all of them for their own samples.
+            is_split = isinstance(each.gives, Split) and each.gives.axis == 0 and len(holders(each.gives)) > 1
+            trained = [each.parameters[key] for key, p in graph[name].parameters.items() if p.trainable]
+            if is_split and can_shard(graph[name]) and any(isinstance(how, Replicated) for how in trained):
+                names.append(name)
         if not names:
             return
         working = {d for each in placed.values() for d in holders(each.gives)}
@@ -466,11 +470,3 @@ class LocalSearch:
                     units[giver] -= moved
                     units[taker] += moved
                     yield with_units(plan, axes, tuple(units))
-
-
-def _uses_copies(layer: Layer, placed: Placement) -> bool:
-    """Return whether a layer's parameters can be sharded: several devices use all of them for their own samples."""
-    gives = placed.gives
-    if not can_shard(layer) or not isinstance(gives, Split) or gives.axis != 0 or len(holders(gives)) < 2:
-        return False
-    return any(isinstance(placed.parameters[key], Replicated) for key, p in layer.parameters.items() if p.trainable)

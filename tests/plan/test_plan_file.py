@@ -256,6 +256,6 @@ def test_a_plan_for_another_model_says_which() -> None:
 def test_inexact_wire_format_is_stated() -> None:
     plan = replace(PLAN, wire="inexact-bf16")
     assert "inexact-bf16" in plan.inexact
-    assert not plan.exact
+    assert plan.inexact
     assert '"wire": "inexact-bf16"' in plan.to_json()
     plan.check(GRAPH)
