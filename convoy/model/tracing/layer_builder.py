@@ -129,17 +129,14 @@ class LayerBuilder:
                     self._emit(read, [*above, group])
         if len(group) > 1 or node in self.values.odd:
             self._add_region(group)
-        elif tensors_of(self.values[node][0]) and not is_form(node) and not self._is_inside(node):
-            self._add(node)
+        elif tensors_of(self.values[node][0]) and not is_form(node):
+            # A parameter or buffer that only batch norms read, or one region, belongs to their layers.
+            regions = [self._members.get(user) for user in node.users]
+            of_region = bool(regions) and regions[0] is not None and all(each is regions[0] for each in regions)
+            of_norms = bool(regions) and all(user in self._norms for user in node.users)
+            if node.op != "get_attr" or not (of_region or of_norms):
+                self._add(node)
         self._done.update(group)
-
-    def _is_inside(self, node: fx.Node) -> bool:
-        """Return whether only batch norms, or one region, read a parameter or buffer. Then it belongs to their layers."""
-        if node.op != "get_attr" or not node.users:
-            return False
-        first, *others = (self._members.get(user) for user in node.users)
-        of_region = first is not None and all(group is first for group in others)
-        return of_region or all(user in self._norms for user in node.users)
 
     def _add(self, node: fx.Node) -> None:
         source = self.values.reads[node].get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
@@ -151,20 +148,29 @@ class LayerBuilder:
         path = str(node.target) if node.op in ("call_module", "get_attr") else self._norms.get(node)
         name = self._unused_name(path or node.name)
         parameters = self._parameters(node, name)
-        layer = Layer(name, "opaque", tuple(refs), (), parameters, flop=self.values.flop[node])
-        layer = self._with_shape(node, layer)
+        small, large = self.values[node]
+        several, first = not isinstance(small, Tensor), tensors_of(small)[0]
+        if several:
+            fixed = all(isinstance(a, Tensor) and a.shape == b.shape for a, b in zip(small, large, strict=True))
+            batched = not fixed or any(self._layers[i].batched for i in refs)
+        else:
+            batched = is_batched((small, large))
+        layer = Layer(
+            name, "opaque", tuple(refs), tuple(first.shape[batched:]), parameters, flop=self.values.flop[node],
+            dtype=dtype_name(first.dtype), differentiable=self.values.passes_gradient(node), several=several, batched=batched,
+        )  # fmt: skip
         found = self._known(node, operation, layer)
         operation = found.operation or operation
         layer = replace(
             layer, kind=found.kind, groups=found.groups, axis=found.axis, statistics=found.statistics, cuts=found.cuts
         )
         layer = self._with_samples(node, operation, layer, found)
-        self._names[node], self._shown[name] = name, self.values[node][0]
+        self._names[node], self._shown[name] = name, small
         self._layers[name], self._operations[name] = layer, operation
         if not found.trusted:
             check_cuts(self.model, layer, operation, self._trial_inputs(layer), found.like)
         if layer.several:
-            self._items[node] = (name, range(len(self.values[node][0])))
+            self._items[node] = (name, range(len(small)))
 
     def _pick(self, node: fx.Node, name: str, items: Sequence[int]) -> None:
         """Handle `outputs[i]` (one tensor) or `outputs[i:j]` (several tensors)."""
@@ -325,21 +331,6 @@ class LayerBuilder:
             result[key] = Parameter(full, tuple(tensor.shape), trainable, is_buffer)
             self._uses.setdefault(full, []).append(name)
         return result
-
-    def _with_shape(self, node: fx.Node, layer: Layer) -> Layer:
-        """Return the layer with its dtype, shape per sample, and whether it has a batch axis."""
-        small, large = self.values[node]
-        first = tensors_of(small)[0]
-        layer = replace(
-            layer, dtype=dtype_name(first.dtype), differentiable=self.values.passes_gradient(node),
-            several=not isinstance(small, Tensor),
-        )  # fmt: skip
-        if layer.several:
-            fixed = all(isinstance(a, Tensor) and a.shape == b.shape for a, b in zip(small, large, strict=True))
-            batched = not fixed or any(self._layers[i].batched for i in layer.inputs)
-        else:
-            batched = is_batched((small, large))
-        return replace(layer, shape=tuple(first.shape[1:] if batched else first.shape), batched=batched)
 
     def _with_samples(self, node: fx.Node, operation: Operation, layer: Layer, found: Known) -> Layer:
         """Return the layer, with the information whether it draws random numbers and whether samples are independent."""
