@@ -187,25 +187,13 @@ def move_s(load: Loads, network: Network, itemsize: int) -> float:
     into = np.bincount(hosts, received, count) / np.array(network.receive_bytes_per_s)
     within = np.bincount(hosts, sent, count) / np.array(network.within_bytes_per_s) if count == 1 else np.zeros(1)
     processor = (sent + received) * np.array(network.processor_s_per_byte)
-    crossing = _uplink_s(network, sent, received)
-    return (
-        float(max(out.max(), into.max(), processor.max(), within.max(), crossing))
-        + load.rounds * network.largest_latency_s
-    )
-
-
-def _uplink_s(network: Network, sent: Vector, received: Vector) -> float:
-    if not network.segment:
-        return 0.0
-    longest_s, host_segment = 0.0, np.array(network.segment)
-    segment = host_segment[np.array(network.host)]
-    for index, (out, into) in enumerate(
-        zip(network.uplink_send_bytes_per_s, network.uplink_receive_bytes_per_s, strict=True)
-    ):
-        inside = segment == index
-        outside = float((host_segment != index).sum()) / max(1, len(host_segment) - 1)
-        longest_s = max(longest_s, outside * sent[inside].sum() / out, outside * received[inside].sum() / into)
-    return longest_s
+    longest_s, segment = float(max(out.max(), into.max(), processor.max(), within.max())), np.array(network.segment)
+    uplinks = zip(network.uplink_send_bytes_per_s, network.uplink_receive_bytes_per_s, strict=True)
+    for index, (sends, receives) in enumerate(uplinks):
+        inside = segment[hosts] == index
+        outside = float((segment != index).sum()) / max(1, len(segment) - 1)
+        longest_s = max(longest_s, outside * sent[inside].sum() / sends, outside * received[inside].sum() / receives)
+    return longest_s + load.rounds * network.largest_latency_s
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

@@ -141,7 +141,14 @@ class LayerBuilder:
     def _add(self, node: fx.Node) -> None:
         source = self.values.reads[node].get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
         if node.target is operator.getitem and source in self._items:
-            self._pick(node, *self._items[source])
+            (of, items), index = self._items[source], node.args[1]
+            parts = (index.start, index.stop, index.step) if isinstance(index, slice) else ()
+            if isinstance(index, slice) and not any(isinstance(part, fx.Node) for part in parts):
+                self._items[node] = (of, items[index])  # several tensors
+            elif isinstance(index, int):
+                self._names[node] = self._item(of, items[index])
+            else:
+                raise Untraceable(f"{node.name} picks by something else than a number", node.meta["where"])
             return
         refs: list[str] = []
         operation = self._operation(node, *self._arguments(node, refs, {}))
@@ -171,16 +178,6 @@ class LayerBuilder:
             check_cuts(self.model, layer, operation, self._trial_inputs(layer), found.like)
         if layer.several:
             self._items[node] = (name, range(len(small)))
-
-    def _pick(self, node: fx.Node, name: str, items: Sequence[int]) -> None:
-        """Handle `outputs[i]` (one tensor) or `outputs[i:j]` (several tensors)."""
-        index = node.args[1]
-        if isinstance(index, slice) and not any(isinstance(a, fx.Node) for a in (index.start, index.stop, index.step)):
-            self._items[node] = (name, items[index])
-        elif isinstance(index, int):
-            self._names[node] = self._item(name, items[index])
-        else:
-            raise Untraceable(f"{node.name} picks by something else than a number", node.meta["where"])
 
     def _item(self, name: str, item: int, *, of_batch: bool = False) -> str:
         """Return the layer that picks one tensor of a layer's output. `of_batch`: it is one value for the global batch."""
