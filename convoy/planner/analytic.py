@@ -267,9 +267,9 @@ class CostModel:
         if key not in self.arithmetic:
             phases: tuple[Phase, ...] = ("forward", "backward") if trained else ("forward",)
             self.arithmetic[key] = sum(self.costs.times.seconds(kind, like, phase, size) for phase in phases)
-        overhead, calls = self.costs.overhead(kind), 1 + trained
-        seconds = self.arithmetic[key] + calls * overhead.layer_s / 2
-        seconds = max(seconds, calls * overhead.queue_s)
+        overhead = self.costs.overhead(kind)
+        host_s = (1 + trained) * (overhead.queue_s or overhead.layer_s / 2)
+        seconds = overhead.joined_s(self.arithmetic[key], host_s)
         if layer.name in self.losses and self.request.outputs == "where-computed":
             # Otherwise every device computes the loss of the global batch in any plan.
             seconds += overhead.loss_s((size.samples * math.prod(layer.shape),), self.costs.itemsize)

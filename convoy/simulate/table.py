@@ -27,13 +27,13 @@ from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from convoy.errors import InputError, MismatchError, shown, unknown_name
 from convoy.files import parse_toml, read_text
 from convoy.fleet import Fleet, Nic
-from convoy.fleet.file import CLOSED, MOST, Text, Truth, explain, first_of
+from convoy.fleet.file import CLOSED, Text, Truth, explain, first_of
 from convoy.model.graph import Graph
 from convoy.plan.device_program import LocalSize
 from convoy.simulate.compute import Correction, Grid, LayerTimes, MeasuredTimes
 from convoy.simulate.costs import Costs, Overheads
 from convoy.simulate.interval import Errors, of_repeats, together
-from convoy.simulate.network import QuotaNoise, network_of
+from convoy.simulate.network import network_of
 
 FORMAT = 2
 """The file format's version. Format 1 is refused: it lacks overheads and shared statistics, so predictions were too low."""
@@ -44,7 +44,6 @@ GIGABIT = Nic(send_bytes_per_s=118e6, receive_bytes_per_s=118e6, latency_s=1e-4)
 Seconds = Annotated[float, Strict(), Field(ge=0, le=1e9)]
 Spread = Seconds  # (slowest - fastest) / typical of the repetitions
 Count = Annotated[int, Strict(), Field(ge=1, le=2**40)]
-_Rate = Annotated[float, Strict(), Field(ge=0, le=MOST)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +81,6 @@ class DeviceCosts:
         update_s_per_entry: seconds of SGD with momentum per parameter entry.
         other_load: the most extra time caused by other programs, as a fraction: 0.5 is 50 % longer.
         process_bytes: resident memory of the process before training, without the model; 0: unknown.
-        flop_per_s, memory_bytes_per_s, measured_w, measured_by: keys of older files, unused.
-        noise: the noise model; None without a CPU quota.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
@@ -106,11 +103,6 @@ class DeviceCosts:
     loss_s_per_byte: Seconds = 0.0
     queue_s: Seconds = 0.0
     process_bytes: Annotated[int, Strict(), Field(ge=0, le=2**50)] = 0
-    noise: QuotaNoise | None = None
-    flop_per_s: _Rate | None = None
-    memory_bytes_per_s: _Rate | None = None
-    measured_w: _Rate | None = None
-    measured_by: Text | None = None
 
     @property
     def processor_s_per_byte(self) -> float:
@@ -204,8 +196,6 @@ class Measurement:
         tables = (self.points_of(device.name) for device in self.fleet.devices)
         rows, names = self.device, [field.name for field in fields(Overheads)]
         network = network_of(self.fleet, [row.processor_s_per_byte for row in rows], [row.jitter_s for row in rows])
-        if any(row.noise for row in rows):
-            network = replace(network, noise=tuple(row.noise for row in rows))
         return Costs(
             times=MeasuredTimes(
                 tuple({name: layer_times(points) for name, points in table.items()} for table in tables)
@@ -309,12 +299,9 @@ class Measurement:
         rows = {
             name: value for name, value in measured.items() if name not in ("format", "host")
         }  # "host": older files
-        devices = rows.get("device")
-        for row in devices if isinstance(devices, list) else ():
-            if isinstance(row, dict) and (old := {name: row.pop(name) for name in _OLD_NOISE if name in row}):
-                # Older files have the noise model's keys among the others.
-                noise = {_OLD_NOISE[name]: value for name, value in old.items()}
-                row |= {} if QuotaNoise(**noise) == QuotaNoise() else {"noise": noise}
+        if isinstance(devices := rows.get("device"), list):
+            known = [row.items() if isinstance(row, dict) else () for row in devices]
+            rows["device"] = [{name: value for name, value in row if name not in _OLD_KEYS} for row in known]
         try:
             return fleet, TypeAdapter(cls).validate_python(rows | {"fleet": fleet})
         except ValidationError as error:
@@ -343,22 +330,20 @@ def read_fleet_file(path: Path) -> tuple[Fleet, Measurement | None]:
     return Measurement._from_sections(parse_toml(text, str(path)), str(path))
 
 
-_SECTIONS: Mapping[str, type[Any]] = {
-    "device": DeviceCosts, "layer": LayerPoint, "link": LinkSpread, "noise": QuotaNoise
-}  # fmt: skip
-_OLD_NOISE = {"beside_s": "overlap_delay_s", "rested_s": "rested_s", "burst": "burst"}
-"""Old keys of the noise model -> current ones."""
+_SECTIONS: Mapping[str, type[Any]] = {"device": DeviceCosts, "layer": LayerPoint, "link": LinkSpread}
+_OLD_KEYS = frozenset(
+    {"noise", "beside_s", "rested_s", "burst", "flop_per_s", "memory_bytes_per_s", "measured_w", "measured_by"}
+)
+"""Keys of older files about devices, unused."""
 
 
-def _row(value: DeviceCosts | LinkSpread | LayerPoint | QuotaNoise) -> str:
+def _row(value: DeviceCosts | LinkSpread | LayerPoint) -> str:
     # Omit False and None: they are defaults, and frequent.
     named = [(field.name, getattr(value, field.name)) for field in fields(value)]
     return ", ".join(f"{name} = {_literal(each)}" for name, each in named if each is not False and each is not None)
 
 
-def _literal(value: str | int | float | QuotaNoise) -> str:
-    if isinstance(value, QuotaNoise):
-        return f"{{ {_row(value)} }}"
+def _literal(value: str | int | float) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     # tomlkit takes seconds to write a document of thousands of rows.
