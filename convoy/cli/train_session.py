@@ -62,7 +62,13 @@ def train_job(job: Job) -> FinishedTraining:
     slowdown = settings.slowdowns[group.device] * imposed_slowdown()
     plans = _make_plans(job, model, example, slowdown)
     part = distribute(
-        model, plans[0], group, example, slowdown=slowdown, precision=settings.precision, compile=settings.compile
+        model,
+        plans[0],
+        group,
+        example,
+        slowdown=slowdown,
+        precision=settings.precision,
+        cuda_graphs=settings.cuda_graphs,
     )
     expect_measured(part, plans.request.fleet.measured)
     own = [str(job.group.torch_device), os.uname().nodename, torch.get_num_threads()]

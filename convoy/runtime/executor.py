@@ -23,7 +23,7 @@ from convoy.plan.steps import ComputeStep, InputGradient, MicroBatch, Phase, Ste
 from convoy.runtime import kernels
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.runtime.clock import Clock
-from convoy.runtime.compiled import Compiler, Regions
+from convoy.runtime.cuda_graphs import CudaGraphs, Regions
 from convoy.runtime.exchange import Buffers, Lane, Slots
 from convoy.runtime.gradients import Found, SegmentSums, Sums, Worker, collect, own_memory, packed, unpack
 from convoy.runtime.program import Item, Program, reached_parameters
@@ -39,7 +39,7 @@ class Tape:
         norms: per batch norm over several devices, the statistics of the global batch.
         fused: per segment, autograd's graph: its roots and the edge of each output.
         precision: number type of the layers' arithmetic; None: the model's own.
-        regions: layers that may run compiled.
+        regions: layers that may run as one CUDA graph.
     """
 
     program: Program
@@ -60,7 +60,7 @@ class Executor:
 
     Attributes:
         expected_s: expected seconds per layer, used to divide a segment's measured time.
-        compiler: compiles regions of layers; None: nothing is compiled.
+        graphs: captures regions of layers as CUDA graphs; None: every layer is launched.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Executor:
         self.norms: dict[str, GlobalBatchNorm] = {}
         self.slots, self._worker = Slots(), Worker("convoy-sums")
         self.expected_s: Expected = by_arithmetic
-        self.compiler: Compiler | None = None
+        self.graphs: CudaGraphs | None = None
         self._places: dict[str, tuple[dict[str, nn.Parameter | None], str]] = {}
         for name, layer in traced.graph.layers.items():
             if layer.kind != "input":
@@ -114,8 +114,8 @@ class Executor:
         buffers: Buffers = dict(zip(program.program.inputs, inputs, strict=True))
         tape = Tape(program, precision)
         with self.gathered.in_place(program.gathered):
-            if self.compiler is not None:
-                tape.regions = self.compiler.regions(program, self.traced, self.model, (precision, keep))
+            if self.graphs is not None:
+                tape.regions = self.graphs.regions(program, self.traced, self.model, (precision, keep))
             self._run_forward(program, tape, buffers, keep=keep)
         return [self._output(buffers, value) for value in program.steps.outputs], tape
 
@@ -157,7 +157,7 @@ class Executor:
             begin = kernels.Roots(roots, wants)
             del roots
             with kernels.under_autocast(tape.precision, self.group.torch_device.type):
-                ready = 0  # a compiled region has done the computations before this index
+                ready = 0  # a CUDA graph has done the computations before this index
                 for number, (op, drops) in enumerate(zip(fused.operations, bound.drops, strict=True)):
                     assert isinstance(op, ops.Compute)
                     if (region := tape.regions.get((fused.number, number))) is not None:
@@ -172,7 +172,7 @@ class Executor:
                                 own[op.writes[0]] = run.forward(inputs, op.size.samples, False, op.wants)[0]
                         del inputs
                     for name in drops:
-                        own.pop(name, None)  # values inside a compiled region are not in the dict
+                        own.pop(name, None)  # values inside a CUDA graph are not in the dict
             made = [kernels.widened(own[name], tape.precision) for name in fused.writes]
         buffers.update(zip(fused.writes, map(kernels.detached, made), strict=True))
         if keep:

@@ -164,13 +164,12 @@ COMPARED_ENTRIES = 4  # of each parameter
 INTERVAL = 1024  # largest number of steps between two comparisons
 
 
-def check_same_start(group: Group, traced: TracedModel, plan: Plan, *, compile: bool) -> None:
-    """Raise MismatchError if the devices have different models, plans or options. Every device must call it."""
+def check_same_start(group: Group, traced: TracedModel, plan: Plan) -> None:
+    """Raise MismatchError if the devices have different models, plans or versions. Every device must call it."""
     for what, text in (
         ("model", traced.graph.fingerprint),
         ("plan", plan.to_json()),
         ("version of Convoy", __version__),
-        ("value of compile", str(compile)),
     ):
         agree_on(group, f"distribute:{what}", text, f"started with another {what}")
     agree_on_modes(group)

@@ -23,7 +23,7 @@ from convoy.plan.steps import StepList, Value
 from convoy.runtime import shards
 from convoy.runtime.batches import StepInputs, local_inputs, read_inputs, returned_outputs, rows_of
 from convoy.runtime.clock import Clock
-from convoy.runtime.compiled import Compiler
+from convoy.runtime.cuda_graphs import CudaGraphs, can_capture
 from convoy.runtime.executor import Executor, Expected, ProgramCache, StateDevices
 from convoy.runtime.gradients import global_norm
 from convoy.runtime.model_checks import Comparisons, ModelChecks, check_copies, check_same_start
@@ -49,7 +49,7 @@ class Distributed(nn.Module):
         example: one batch of each input, for the shapes.
         slowdown: emulate a device that is slower by this factor.
         fuse: run autograd on all layers between two exchanges as one graph; False: on each layer by itself.
-        compile: run layers through torch.compile (see `convoy.runtime.compiled`); equal up to rounding.
+        cuda_graphs: on CUDA devices, replay layers as CUDA graphs (see `convoy.runtime.cuda_graphs`).
         takes_over: use the model's own modules, and its own parameters if every device has them whole. Shards replace the
             other parameters, which then raise on use. False: work on a copy.
 
@@ -77,7 +77,7 @@ class Distributed(nn.Module):
         *,
         slowdown: float = 1.0,
         fuse: bool = True,
-        compile: bool = False,
+        cuda_graphs: bool = False,
         takes_over: bool = False,
     ) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Distributed(nn.Module):
         shards.check_not_distributed(model)
         trained = trace(model, example, training=True)
         self.traced = {True: trained, False: trace(model, example, training=False, like=trained)}
-        check_same_start(group, trained, plan, compile=compile)
+        check_same_start(group, trained, plan)
         plan.check(trained.graph, group.devices)
         self.group, self.clock = group, Clock(group.torch_device, slowdown)
         self.parameters_by_key = parameters_of(model, self.traced)
@@ -97,7 +97,7 @@ class Distributed(nn.Module):
         self.calls = shards.CallGuard()
         self.weights.cut(model)
         self._fuse = fuse
-        self.compiler = Compiler(group) if compile else None
+        self.cuda_graphs = CudaGraphs() if cuda_graphs and can_capture(group.torch_device) else None
         self._bind()
         self.precision: torch.dtype | None = None
         self._announced: list[int] = []  # shared with deep copies
@@ -225,8 +225,6 @@ class Distributed(nn.Module):
         self._state_devices = {}
         self._set_plan(plan)
         self.weights.in_use = self._in_use
-        if self.compiler is not None:
-            self.compiler = Compiler(self.group)
         self._make_ready()
         for mode, executor in self._executors.items():
             executor.expected_s = expected[mode]
@@ -258,8 +256,10 @@ class Distributed(nn.Module):
             mode: Executor(self.group, self.module, t, self.clock, fuse=self._fuse, gathered=self._gathered)
             for mode, t in self.traced.items()
         }
+        if self.cuda_graphs is not None:
+            self.cuda_graphs.captured = 0
         for executor in self._executors.values():
-            executor.compiler = self.compiler
+            executor.graphs = self.cuda_graphs
         self._programs = ProgramCache(self._in_use, self._executors, self._state_devices)
         self._accumulation = Accumulation()
         self._comparisons = Comparisons(self.group)

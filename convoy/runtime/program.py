@@ -93,7 +93,7 @@ class Program:
             op.number: _bound(op, graph, model, self.gathered) for op in program.forward if isinstance(op, ops.Fused)
         }
         self.expected_s: dict[tuple[int, str], dict[str, float]] = {}  # by segment and phase
-        self.compiled: dict[tuple[torch.dtype | None, bool], Any] = {}  # see `convoy.runtime.compiled`
+        self.regions: dict[tuple[torch.dtype | None, bool], Any] = {}  # see `convoy.runtime.cuda_graphs`
         self.variants: dict[tuple[frozenset[int], frozenset[str]], Program] = {}
 
 
