@@ -38,7 +38,7 @@ Other dtypes: 0.1."""
 Key = tuple[torch.dtype | None, bool]
 """Dtype of the layers' arithmetic (None: their own), and whether backward follows."""
 
-Regions = Mapping[tuple[int, int], "Region"]
+Regions = Mapping[tuple[int, int], "GraphRegion"]
 """Regions by segment number and index of their first layer."""
 
 _Place = tuple[dict[str, Any], str]
@@ -72,7 +72,7 @@ class CudaGraphs:
 
 
 @dataclass(slots=True)
-class Region:
+class GraphRegion:
     """Consecutive layers of a segment that run as one graph.
 
     Attributes:
@@ -90,7 +90,7 @@ class Region:
     plain: fx.GraphModule
     key: Key
     runs: int = 0
-    graph: "Graph | None" = None
+    graph: "CapturedGraph | None" = None
 
     def run(self, values: dict[str, Any]) -> int:
         """Replay the graph, if there is one for these inputs. Return the index of the next layer to compute."""
@@ -109,14 +109,14 @@ class Region:
         if self.graphs.captured >= MOST_GRAPHS:
             return
         try:
-            self.graph = Graph(self.plain, inputs, *self.key)
+            self.graph = CapturedGraph(self.plain, inputs, *self.key)
             self.graphs.captured += 1
         except (RuntimeError, InputError) as error:
             self.graphs.refused = shortened(next(iter(str(error).strip().splitlines()), type(error).__name__))
             warnings.warn(f"CUDA graph: {self.graphs.refused}. These layers run without it", stacklevel=2)
 
 
-class Graph:
+class CapturedGraph:
     """A captured region: kernels that read and write fixed memory.
 
     Args:
@@ -193,7 +193,7 @@ class Graph:
         self._forward()
         return tuple(y.clone() for y in self._outputs)  # the next replay overwrites them
 
-    def begin(self, node: "_Pending") -> None:
+    def begin(self, node: "_BackwardToCome") -> None:
         """Refuse replays, which overwrite saved activations, until `node` is deleted."""
         self._pending = weakref.ref(node)
 
@@ -208,16 +208,16 @@ class Graph:
         return [next(found) if wanted else None for wanted in self.wants]
 
 
-class _Pending:
-    """A mark on an autograd node that a backward is still to come."""
+class _BackwardToCome:
+    """A mark on an autograd node, deleted when its backward runs."""
 
 
 class _Replay(torch.autograd.Function):
     """A region in autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, graph: Graph, *sources: Tensor) -> tuple[Tensor, ...]:
-        ctx.graph, ctx.pending = graph, _Pending()
+    def forward(ctx: Any, graph: CapturedGraph, *sources: Tensor) -> tuple[Tensor, ...]:
+        ctx.graph, ctx.pending = graph, _BackwardToCome()
         graph.begin(ctx.pending)
         ctx.set_materialize_grads(False)
         outputs = graph.run_forward(sources)
@@ -276,9 +276,10 @@ def _restored(places: Sequence[_Place]) -> Iterator[None]:
 def _check_same_numbers(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> None:
     """Raise InputError if the results of a graph differ from those of its layers."""
     for a, b in zip(found, wanted, strict=True):
-        a, b = (torch.zeros(()) if x is None else x.detach() for x in (a, b))
-        limit = TOLERANCE.get(b.dtype, 0.1) * float(b.abs().amax()) if b.numel() and b.is_floating_point() else 0.0
-        if a.numel() and not torch.allclose(a, b.to(a.device), rtol=0.0, atol=limit + 1e-12, equal_nan=True):
+        if a is None or b is None or not a.numel():
+            continue
+        limit = TOLERANCE.get(b.dtype, 0.1) * float(b.abs().amax())
+        if not torch.allclose(a, b, rtol=0.0, atol=limit + 1e-12, equal_nan=True):
             raise InputError("the CUDA graph computed other values than the layers")
 
 
@@ -311,7 +312,7 @@ def _regions_in(
     program: Program,
     graphs: CudaGraphs,
     key: Key,
-) -> Iterator[tuple[int, Region]]:
+) -> Iterator[tuple[int, GraphRegion]]:
     whole = program.fused[fused.number].whole
     computed = [op for op in fused.operations if isinstance(op, Compute)]
 
@@ -342,7 +343,7 @@ def _regions_in(
             used = {*fused.writes}.union(*(op.reads for op in computed[stop:]))
             writes = tuple(op.writes[0] for op in ops if op.writes[0] in used)
             graph.output(tuple(values[name] for name in writes))
-            yield start, Region(graphs, stop, reads, writes, fx.GraphModule(model, graph), key)
+            yield start, GraphRegion(graphs, stop, reads, writes, fx.GraphModule(model, graph), key)
         start = max(stop, start + 1)
 
 

@@ -19,7 +19,7 @@ from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.strategy import Form
 from convoy.runtime import cuda_graphs
-from convoy.runtime.cuda_graphs import MOST_GRAPHS, WARM_UP, CudaGraphs, Region
+from convoy.runtime.cuda_graphs import MOST_GRAPHS, WARM_UP, CudaGraphs, GraphRegion
 from convoy.runtime.module import Distributed
 from convoy.runtime.reshard import reshard
 from convoy.train.controller import Rebalancer
@@ -127,7 +127,7 @@ def test_dropout_draws_the_same_numbers(made: list[CudaGraphs]) -> None:
     assert not any("dropout" in text for text in graphs_of)
 
 
-def regions_in(part: Distributed) -> list[Region]:
+def regions_in(part: Distributed) -> list[GraphRegion]:
     programs = part._programs.programs.values()
     return [region for program in programs for each in program.regions.values() for region in each.values()]
 
@@ -311,9 +311,7 @@ def test_composite_layers_are_not_captured() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("net", ["two-conv", "resnet"])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_gpu_replays_the_same_numbers(
-    net: str, autocast: bool, made: list[CudaGraphs], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_replays_the_same_numbers(net: str, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     dtype = torch.float32 if autocast else torch.float64
     plain, replayed = (
