@@ -4,8 +4,8 @@
 
 One device, one thread, the same steps (loss, backward, SGD with momentum) in plain PyTorch and in Convoy, in turns: alone, with
 all layers as one fused stretch (`convoy.plan.compile`); shared, as one of two devices that share a batch of twice the size by
-`data-by-speed`, with everything but the wire (batch norms over both devices, gradients joined, summed and given back); and
-alone, layer by layer. Beside it, what `convoy measure` finds for this machine: the seconds that predictions charge.
+`data-by-speed`, with everything but the wire (batch norms over both devices, gradients joined, summed and given back).
+The file also has what `convoy measure` finds for this machine: the seconds that predictions charge.
 Writes results/overhead.json.
 """
 
@@ -49,7 +49,7 @@ CASES = (
 )
 """Net, image, batch: from layers that take long to a step that is nearly all calls."""
 
-WAYS = ("plain", "alone", "shared", "layer by layer")
+WAYS = ("plain", "alone", "shared")
 
 
 class SilentPeer(Group):
@@ -79,10 +79,10 @@ def steps_of(net: str, image: tuple[int, int, int], batch: int) -> dict[str, Cal
     x, y = torch.randn(batch, *image), torch.randint(0, 10, (batch,))
     graph = trace(plain, x[:1]).graph
     models: dict[str, nn.Module] = {"plain": plain}
-    for way, devices, fuse in [("alone", 1, True), ("shared", 2, True), ("layer by layer", 1, False)]:
+    for way, devices in (("alone", 1), ("shared", 2)):
         plan = named_plan("data-by-speed", graph, devices * batch, Speeds((1.0,) * devices))
         group = AloneGroup(torch.device("cpu")) if devices == 1 else SilentPeer()
-        part = Distributed(copy.deepcopy(plain), plan, group, x[:1], fuse=fuse)
+        part = Distributed(copy.deepcopy(plain), plan, group, x[:1])
         part.announce(devices * batch)
         models[way] = part
     targets = {way: torch.cat([y, y]) if way == "shared" else y for way in models}
@@ -109,8 +109,7 @@ def in_turns(steps: dict[str, Callable[[], float]], rounds: int, round_s: float)
         AssertionError: the losses of the first steps differ, so that they are not the same training.
     """
     first = {way: [step() for _ in range(WARM)] for way, step in steps.items()}
-    for way in steps.keys() & {"alone", "layer by layer"}:
-        torch.testing.assert_close(torch.tensor(first[way]), torch.tensor(first["plain"]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(first["alone"]), torch.tensor(first["plain"]), rtol=1e-4, atol=1e-5)
     found: dict[str, list[float]] = {way: [] for way in steps}
     for _ in range(rounds):
         for way, step in steps.items():
@@ -144,10 +143,9 @@ def main(
         rows.append(
             {
                 "net": net, "batch": batch, "plain_s": middle["plain"], "alone_s": middle["alone"],
-                "shared_s": middle["shared"], "layered_s": middle["layer by layer"],
+                "shared_s": middle["shared"],
                 "alone": statistics.median(ratios["alone"]), "shared": statistics.median(ratios["shared"]),
-                "layered": statistics.median(ratios["layer by layer"]), "spread": middle_spread(times["plain"]),
-                "rounds_s": times,
+                "spread": middle_spread(times["plain"]), "rounds_s": times,
             }
         )  # fmt: skip
         table.add_row(net, str(batch), *(f"{1000 * middle[way]:.2f} ms" for way in WAYS))

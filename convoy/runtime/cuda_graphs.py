@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from convoy.errors import InputError, shortened
 from convoy.model.graph import Layer
-from convoy.model.operation import Operation, Ref, TracedModel, arguments
+from convoy.model.operation import Operation, Ref, TracedModel
 from convoy.model.tracing.copies import hooked
 from convoy.plan.device_program import Compute, Fused, Pack
-from convoy.runtime.program import Program
+from convoy.runtime.kernels import Call
+from convoy.runtime.program import BoundFused, Program
 
 WARM_UP = 3
 """Runs of a region before it is captured: a batch size that occurs once per epoch is not worth it."""
@@ -59,13 +60,6 @@ class CudaGraphs:
     captured: int = 0
     refused: str = ""
 
-    def regions(self, program: Program, traced: TracedModel, model: nn.Module, key: Key) -> Regions:
-        """Return the regions of a program."""
-        if key not in program.regions:
-            program.regions[key] = regions_of(self, program, traced, model, key)
-        found: Regions = program.regions[key]
-        return found
-
     def summary(self) -> str:
         line = f"CUDA graphs: {self.captured} regions of layers"
         return f"{line}; {self.refused}" if self.refused else line
@@ -76,24 +70,27 @@ class GraphRegion:
     """Consecutive layers of a segment that run as one graph.
 
     Attributes:
-        stop: index, within the segment, of the first layer after the region.
+        ops, calls: the layers, and the functions that compute them.
+        modules: the modules of the layers.
         reads, writes: names of its inputs, and of its outputs that later layers use.
-        plain: the layers, as a torch.fx graph on this device's modules.
+        drops: for each layer, the values that no later layer reads.
         key: dtype of the layers' arithmetic, and whether backward follows.
         runs: number of runs without a graph; negative: the region is not captured.
     """
 
     graphs: CudaGraphs
-    stop: int
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    plain: fx.GraphModule
+    ops: Sequence[Compute]
+    calls: Sequence[Call]
+    modules: Sequence[nn.Module]
+    reads: Sequence[str]
+    writes: Sequence[str]
+    drops: Sequence[Sequence[str]]
     key: Key
     runs: int = 0
     graph: "CapturedGraph | None" = None
 
     def run(self, values: dict[str, Any]) -> int:
-        """Replay the graph, if there is one for these inputs. Return the index of the next layer to compute."""
+        """Replay the graph, if there is one for these inputs. Return the number of layers that this has computed."""
         inputs = [values[name] for name in self.reads]
         if self.graph is None and self.runs >= 0 and not self.graphs.waits:
             self.runs += 1
@@ -102,18 +99,28 @@ class GraphRegion:
         if self.graph is None or not self.graph.fits(inputs):
             return 0
         values.update(zip(self.writes, self.graph.replay(inputs), strict=True))
-        return self.stop
+        return len(self.ops)
 
     def _capture(self, inputs: Sequence[Tensor]) -> None:
         self.runs = -1
         if self.graphs.captured >= MOST_GRAPHS:
             return
         try:
-            self.graph = CapturedGraph(self.plain, inputs, *self.key)
+            with torch.inference_mode(False):  # the graph's memory is also used outside of inference mode
+                self.graph = CapturedGraph(self, inputs)
             self.graphs.captured += 1
         except (RuntimeError, InputError) as error:
             self.graphs.refused = shortened(next(iter(str(error).strip().splitlines()), type(error).__name__))
             warnings.warn(f"CUDA graph: {self.graphs.refused}. These layers run without it", stacklevel=2)
+
+    def compute(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Compute the layers one by one."""
+        values = dict(zip(self.reads, inputs, strict=True))
+        for op, call, drops in zip(self.ops, self.calls, self.drops, strict=True):
+            values[op.writes[0]] = call([values[name] for name in op.reads], op.size.samples)
+            for name in drops:
+                values.pop(name, None)
+        return [values[name] for name in self.writes]
 
 
 class CapturedGraph:
@@ -121,42 +128,45 @@ class CapturedGraph:
 
     Args:
         inputs: values to capture with.
-        precision: dtype of the layers' arithmetic; None: their own.
-        keep: also capture backward.
 
     Raises:
         RuntimeError: CUDA cannot capture the layers, or has too little memory.
         InputError: the graph computes other values than the layers.
     """
 
-    def __init__(
-        self, plain: fx.GraphModule, inputs: Sequence[Tensor], precision: torch.dtype | None, keep: bool
-    ) -> None:
-        modules = [*plain.modules()]
-        own = {id(p): (m._parameters, name) for m in modules for name, p in m._parameters.items() if p is not None}
-        self._weights: Sequence[_Place] = [*own.values()]
-        buffers = [(m._buffers, name) for m in modules for name, b in m._buffers.items() if b is not None]
-        self._fixed = [(holder, name, holder[name].data_ptr()) for holder, name in (*self._weights, *buffers)]
-        self._inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
-        # Aliases of the parameters: hooks that users registered must not run during capture.
-        weights = [holder[name].detach().requires_grad_(holder[name].requires_grad) for holder, name in self._weights]
-        self.wants = [keep and x.requires_grad for x in (*self._inputs, *weights)]
-        sources = [x for x, wanted in zip((*self._inputs, *weights), self.wants, strict=True) if wanted]
+    def __init__(self, region: GraphRegion, inputs: Sequence[Tensor]) -> None:
+        precision, keep = region.key
+        held: list[_Place] = [
+            (m._parameters, n) for m in region.modules for n, p in m._parameters.items() if p is not None
+        ]
+        buffers: list[_Place] = [
+            (m._buffers, n) for m in region.modules for n, b in m._buffers.items() if b is not None
+        ]
+        self._fixed, self._memory = [*held, *buffers], [holder[name].data_ptr() for holder, name in (*held, *buffers)]
+        self._attributes = [(vars(m), dict(vars(m))) for m in region.modules]
+        self._expected = [(x.shape, x.dtype, x.requires_grad) for x in inputs]
+        leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+        self._inputs = [x.detach() for x in leaves]
+        # Aliases of the parameters: hooks that users registered must not run during capture. Tied parameters have one alias.
+        self._weights = [*{id(holder[name]): (holder, name) for holder, name in reversed(held)}.values()]
+        aliases = {id(h[n]): h[n].detach().requires_grad_(h[n].requires_grad) for h, n in self._weights}
+        self.wants = [keep and x.requires_grad for x in (*leaves, *aliases.values())]
+        sources = [x for x, wanted in zip((*leaves, *aliases.values()), self.wants, strict=True) if wanted]
         made: list[Tensor] = []
 
         def forward() -> list[Tensor]:
             # Without its cache, because autocast would reuse a weight that was cast outside of the graph.
-            device = self._inputs[0].device.type
+            device = leaves[0].device.type
             cast = torch.autocast(device, precision or torch.bfloat16, precision is not None, cache_enabled=False)
-            with _in_place(self._weights, weights), torch.set_grad_enabled(keep), cast:
-                made[:] = plain(*self._inputs)
+            with _replaced(held, aliases), torch.set_grad_enabled(keep), cast:
+                made[:] = region.compute(leaves)
             return [y.detach() for y in made]
 
         def backward() -> list[Tensor | None]:
             graded = [y for y in made if y.requires_grad]
             return [*torch.autograd.grad(graded, sources, self._given, allow_unused=True)]
 
-        with _restored(buffers):
+        with _restored([holder[name] for holder, name in buffers]):
             wanted: list[Tensor | None] = [y.clone() for y in forward()]
             self.graded = [y.requires_grad for y in made]
             self._given = [y.detach().clone() for y in made if y.requires_grad]
@@ -170,22 +180,30 @@ class CapturedGraph:
             self._forward()
             if self._gradients:
                 self._backward()
-            _check_same_numbers([*self._outputs, *self._gradients], wanted)
-        self._pending: weakref.ref[Any] | None = None
+            for a, b in zip((*self._outputs, *self._gradients), wanted, strict=True):
+                if a is not None and b is not None and b.numel():
+                    limit = TOLERANCE.get(b.dtype, 0.1) * float(b.abs().amax()) + 1e-12
+                    if not torch.allclose(a, b, rtol=0.0, atol=limit, equal_nan=True):
+                        raise InputError("the CUDA graph computed other values than the layers")
+        self._versions: list[int] = []
+        self.pending: weakref.ref[Any] | None = None
+        """The autograd node of a replay whose backward has not run. Another replay would overwrite its activations."""
 
     def fits(self, inputs: Sequence[Tensor]) -> bool:
-        """Return whether a replay is right: same shapes, same memory of the weights, and no backward to come."""
-        pairs = zip(inputs, self._inputs, strict=True)
+        """Return whether a replay is right: same inputs' form, weights' memory and attributes, and no backward to come."""
         return (
-            (self._pending is None or self._pending() is None)
-            and all(x.shape == own.shape and x.requires_grad == own.requires_grad for x, own in pairs)
-            and all(holder[name].data_ptr() == address for holder, name, address in self._fixed)
+            (self.pending is None or self.pending() is None)
+            and [(x.shape, x.dtype, x.requires_grad) for x in inputs] == self._expected
+            and [holder[name].data_ptr() for holder, name in self._fixed] == self._memory
+            and all(now == before for now, before in self._attributes)
         )
 
     def replay(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         if not self._gradients:
             return self.run_forward(inputs)
-        return _Replay.apply(self, *inputs, *(holder[name] for holder, name in self._weights))  # type: ignore[no-any-return, no-untyped-call]
+        weights = [holder[name] for holder, name in self._weights]
+        self._versions = [p._version for p in weights]
+        return _Replay.apply(self, *inputs, *weights)  # type: ignore[no-any-return, no-untyped-call]
 
     def run_forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         for own, x in zip(self._inputs, inputs, strict=False):
@@ -193,23 +211,22 @@ class CapturedGraph:
         self._forward()
         return tuple(y.clone() for y in self._outputs)  # the next replay overwrites them
 
-    def begin(self, node: "_BackwardToCome") -> None:
-        """Refuse replays, which overwrite saved activations, until `node` is deleted."""
-        self._pending = weakref.ref(node)
-
     def run_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the inputs and parameters marked in `wants`; None: the outputs do not depend on it."""
+        memory = [holder[name].data_ptr() for holder, name in self._fixed]
+        if memory != self._memory or [holder[name]._version for holder, name in self._weights] != self._versions:
+            raise InputError(
+                "weights in a CUDA graph changed between forward and backward, which would use the new values: change them "
+                "(optimizer.step(), load_state_dict()) after backward"
+            )
         graded = [g for g, wanted in zip(gradients, self.graded, strict=True) if wanted]
         for own, g in zip(self._given, graded, strict=True):
             own.zero_() if g is None else own.copy_(g)
         self._backward()
+        self.pending = None
         copies = iter(torch._foreach_mul([g for g in self._gradients if g is not None], 1.0))
         found = iter([g if g is None else next(copies) for g in self._gradients])
         return [next(found) if wanted else None for wanted in self.wants]
-
-
-class _BackwardToCome:
-    """A mark on an autograd node, deleted when its backward runs."""
 
 
 class _Replay(torch.autograd.Function):
@@ -217,8 +234,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, graph: CapturedGraph, *sources: Tensor) -> tuple[Tensor, ...]:
-        ctx.graph, ctx.pending = graph, _BackwardToCome()
-        graph.begin(ctx.pending)
+        ctx.graph, graph.pending = graph, weakref.ref(ctx)
         ctx.set_materialize_grads(False)
         outputs = graph.run_forward(sources)
         ctx.mark_non_differentiable(*(y for y, graded in zip(outputs, graph.graded, strict=True) if not graded))
@@ -226,9 +242,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        found = ctx.graph.run_backward(gradients)
-        del ctx.pending
-        return None, *found
+        return None, *ctx.graph.run_backward(gradients)
 
 
 def can_capture(device: torch.device) -> bool:
@@ -250,44 +264,41 @@ def recorder() -> Callable[[Callable[[], list[Any]]], tuple[Callable[[], None], 
 
 
 @contextmanager
-def _in_place(places: Sequence[_Place], tensors: Sequence[Tensor]) -> Iterator[None]:
-    before = [holder[name] for holder, name in places]
+def _replaced(held: Sequence[_Place], aliases: Mapping[int, Tensor]) -> Iterator[None]:
+    before = [(holder, name, holder[name]) for holder, name in held]
     try:
-        for (holder, name), tensor in zip(places, tensors, strict=True):
-            holder[name] = tensor
+        for holder, name, parameter in before:
+            holder[name] = aliases[id(parameter)]
         yield
     finally:
-        for (holder, name), tensor in zip(places, before, strict=True):
-            holder[name] = tensor
+        for holder, name, parameter in before:
+            holder[name] = parameter
 
 
 @contextmanager
-def _restored(places: Sequence[_Place]) -> Iterator[None]:
+def _restored(buffers: Sequence[Tensor]) -> Iterator[None]:
     """Restore the values of buffers after the block: running statistics count training batches only."""
-    before = [holder[name].clone() for holder, name in places]
+    before = [buffer.clone() for buffer in buffers]
     try:
         yield
     finally:
-        with torch.no_grad():
-            for (holder, name), value in zip(places, before, strict=True):
-                holder[name].copy_(value)
-
-
-def _check_same_numbers(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> None:
-    """Raise InputError if the results of a graph differ from those of its layers."""
-    for a, b in zip(found, wanted, strict=True):
-        if a is None or b is None or not a.numel():
-            continue
-        limit = TOLERANCE.get(b.dtype, 0.1) * float(b.abs().amax())
-        if not torch.allclose(a, b, rtol=0.0, atol=limit + 1e-12, equal_nan=True):
-            raise InputError("the CUDA graph computed other values than the layers")
+        for buffer, value in zip(buffers, before, strict=True):
+            # `.data`: an earlier forward may have saved the buffer for its backward, which does not use it.
+            buffer.data.copy_(value)
 
 
 # --- regions ---------------------------------------------------------------------------------------------------------
 
 
-def regions_of(graphs: CudaGraphs, program: Program, traced: TracedModel, model: nn.Module, key: Key) -> Regions:
-    """Return the regions (two layers or more) of all segments of a program."""
+def regions_of(
+    graphs: CudaGraphs,
+    program: Program,
+    traced: TracedModel,
+    model: nn.Module,
+    key: Key,
+    call_of: Callable[[str, BoundFused], Call],
+) -> Regions:
+    """Return the regions (two layers or more) of all segments of a program. `call_of`: as `Executor.call_of`."""
     starts: set[str] = set()  # backward starts an all-reduce after these layers
     for fused in program.program.backward:
         layer = ""
@@ -296,59 +307,50 @@ def regions_of(graphs: CudaGraphs, program: Program, traced: TracedModel, model:
                 layer = operation.layer
             elif isinstance(operation, Pack):
                 starts.add(layer)
-    return {
-        (fused.number, start): region
-        for fused in program.program.forward
-        if isinstance(fused, Fused)
-        for start, region in _regions_in(fused, starts, traced, model, program, graphs, key)
-    }
-
-
-def _regions_in(
-    fused: Fused,
-    starts: set[str],
-    traced: TracedModel,
-    model: nn.Module,
-    program: Program,
-    graphs: CudaGraphs,
-    key: Key,
-) -> Iterator[tuple[int, GraphRegion]]:
-    whole = program.fused[fused.number].whole
-    computed = [op for op in fused.operations if isinstance(op, Compute)]
-
-    def usable(op: Compute) -> bool:
-        layer = traced.graph[op.layer]
-        # Weights that are freed after use have no fixed memory.
-        freed = any(p.key in program.freed for p in layer.parameters.values())
-        return not freed and is_plain_call(layer, traced.operations[op.layer], model, whole=op.layer in whole)
-
-    start = 0
-    while start < len(computed):
-        stop = start
-        while stop < len(computed) and usable(computed[stop]):
-            stop += 1
-            if stop < len(computed) and computed[stop].layer in starts:
-                break
-        if stop - start > 1:
+    found: dict[tuple[int, int], GraphRegion] = {}
+    for fused in program.program.forward:
+        if not isinstance(fused, Fused):
+            continue
+        bound, computed = program.fused[fused.number], [op for op in fused.operations if isinstance(op, Compute)]
+        for start, stop in _runs(computed, starts, traced, model, program.freed):
             ops = computed[start:stop]
+            paths = [path for op in ops for path in traced.operations[op.layer].modules]
             inside = {op.writes[0] for op in ops}
-            reads = tuple(dict.fromkeys(name for op in ops for name in op.reads if name not in inside))
-            graph = fx.Graph()
-            values = {name: graph.placeholder(f"x{i}") for i, name in enumerate(reads)}
-            for op in ops:
-                operation = traced.operations[op.layer]
-                args, kwargs = arguments(operation, [values[name] for name in op.reads], op.size.samples, model)
-                call: Any = graph.call_module if operation.call == "module" else graph.call_function
-                values[op.writes[0]] = call(operation.target, args, kwargs)
             used = {*fused.writes}.union(*(op.reads for op in computed[stop:]))
-            writes = tuple(op.writes[0] for op in ops if op.writes[0] in used)
-            graph.output(tuple(values[name] for name in writes))
-            yield start, GraphRegion(graphs, stop, reads, writes, fx.GraphModule(model, graph), key)
-        start = max(stop, start + 1)
+            found[fused.number, start] = GraphRegion(
+                graphs,
+                ops,
+                [call_of(op.layer, bound) for op in ops],
+                [*dict.fromkeys(m for path in paths for m in model.get_submodule(path).modules())],
+                [*dict.fromkeys(name for op in ops for name in op.reads if name not in inside)],
+                [op.writes[0] for op in ops if op.writes[0] in used],
+                bound.drops[start:stop],
+                key,
+            )
+    return found
 
 
-def is_plain_call(layer: Layer, operation: Operation, model: nn.Module, *, whole: bool) -> bool:
-    """Return whether a layer is one torch call without side effects. `whole`: this device has all its parameters."""
+def _runs(
+    computed: Sequence[Compute], starts: set[str], traced: TracedModel, model: nn.Module, freed: frozenset[str]
+) -> Iterator[tuple[int, int]]:
+    """Yield start and stop of each run of two or more layers that can be captured together."""
+    start = 0
+    for stop, op in enumerate((*computed, None)):
+        layer = None if op is None else traced.graph[op.layer]
+        usable = (
+            layer is not None
+            # Weights that are freed after use have no fixed memory.
+            and not any(p.key in freed for p in layer.parameters.values())
+            and is_plain_call(layer, traced.operations[layer.name], model)
+        )
+        if not usable or (layer is not None and layer.name in starts and stop > start):
+            if stop - start > 1:
+                yield start, stop
+            start = stop if usable else stop + 1
+
+
+def is_plain_call(layer: Layer, operation: Operation, model: nn.Module) -> bool:
+    """Return whether a layer is one torch call without side effects."""
     odd = layer.random or layer.several or layer.everywhere or layer.no_gradient_to or operation.attributes
     keeps_state = layer.changes_state and layer.kind != "batch_norm"
     if odd or keeps_state or layer.kind not in KINDS or not layer.differentiable:
@@ -358,9 +360,6 @@ def is_plain_call(layer: Layer, operation: Operation, model: nn.Module, *, whole
         return False
     if operation.call == "module":
         module = model.get_submodule(str(operation.target))
-        bias = getattr(module, "bias", None)
-        # A device may hold some of a convolution's groups; when devices sum partial outputs, one of them adds the bias.
-        sharded = not whole and layer.multiplies and (layer.groups > 1 or (bias is not None and not bias.numel()))
-        return type(module).__module__.startswith("torch.nn.modules.") and not sharded and not hooked(module)
+        return type(module).__module__.startswith("torch.nn.modules.") and not hooked(module)
     name = getattr(operation.target, "__name__", "_")
     return operation.call == "function" and not name.startswith("i") and not name.endswith("_")

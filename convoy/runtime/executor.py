@@ -23,10 +23,10 @@ from convoy.plan.steps import ComputeStep, InputGradient, MicroBatch, Phase, Ste
 from convoy.runtime import kernels
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.runtime.clock import Clock
-from convoy.runtime.cuda_graphs import CudaGraphs, Regions
+from convoy.runtime.cuda_graphs import CudaGraphs, Regions, regions_of
 from convoy.runtime.exchange import Buffers, Lane, Slots
 from convoy.runtime.gradients import Found, SegmentSums, Sums, Worker, collect, own_memory, packed, unpack
-from convoy.runtime.program import Item, Program, reached_parameters
+from convoy.runtime.program import BoundFused, Item, Program, reached_parameters
 from convoy.runtime.weights import GatheredParameters, PlanInUse
 
 
@@ -55,7 +55,6 @@ class Executor:
 
     Args:
         traced: graph and operations of the whole model, as traced in one mode (training or evaluation).
-        fuse: run autograd on each segment as one graph; False: on each layer by itself.
         gathered: memory for gathered parameters; None: no parameter is sharded.
 
     Attributes:
@@ -69,11 +68,9 @@ class Executor:
         model: nn.Module,
         traced: TracedModel,
         clock: Clock,
-        *,
-        fuse: bool = True,
         gathered: GatheredParameters | None = None,
     ) -> None:
-        self.group, self.model, self.traced, self.clock, self.fuse = group, model, traced, clock, fuse
+        self.group, self.model, self.traced, self.clock = group, model, traced, clock
         self.gathered = gathered or GatheredParameters(model, {})
         self.arithmetic: dict[str, kernels.Arithmetic] = {}
         self.calls = {name: bind_operation(model, operation) for name, operation in traced.operations.items()}
@@ -100,7 +97,7 @@ class Executor:
     ) -> Program:
         """Return this device's program for a step list; `missing` and `left` as in `compile_device`."""
         graph = self.traced.graph
-        made = compile_device(steps, graph, self.group.device, fuse=self.fuse, missing=missing, left=left)
+        made = compile_device(steps, graph, self.group.device, missing=missing, left=left)
         reached = reached_parameters(without_gradients(steps, graph, missing) if missing else steps, graph)
         return Program(steps, made, graph, self.model, reached)
 
@@ -115,7 +112,11 @@ class Executor:
         tape = Tape(program, precision)
         with self.gathered.in_place(program.gathered):
             if self.graphs is not None:
-                tape.regions = self.graphs.regions(program, self.traced, self.model, (precision, keep))
+                key = (precision, keep)
+                if key not in program.regions:
+                    found = regions_of(self.graphs, program, self.traced, self.model, key, self.call_of)
+                    program.regions[key] = found
+                tape.regions = program.regions[key]
             self._run_forward(program, tape, buffers, keep=keep)
         return [self._output(buffers, value) for value in program.steps.outputs], tape
 
@@ -161,15 +162,11 @@ class Executor:
                 for number, (op, drops) in enumerate(zip(fused.operations, bound.drops, strict=True)):
                     assert isinstance(op, ops.Compute)
                     if (region := tape.regions.get((fused.number, number))) is not None:
-                        ready = max(ready, region.run(own))
+                        ready = number + region.run(own)
                     if number >= ready:
                         inputs = [own[name] for name in op.reads]
                         with torch.set_grad_enabled(keep and self.traced.graph[op.layer].differentiable):
-                            if op.layer in bound.whole:
-                                own[op.writes[0]] = self.calls[op.layer](inputs, op.size.samples)
-                            else:  # a sharded layer's module cannot be called itself
-                                run = self.arithmetic[op.layer]
-                                own[op.writes[0]] = run.forward(inputs, op.size.samples, False, op.wants)[0]
+                            own[op.writes[0]] = self.call_of(op.layer, bound)(inputs, op.size.samples)
                         del inputs
                     for name in drops:
                         own.pop(name, None)  # values inside a CUDA graph are not in the dict
@@ -177,6 +174,10 @@ class Executor:
         buffers.update(zip(fused.writes, map(kernels.detached, made), strict=True))
         if keep:
             tape.fused[fused.number] = (begin, tuple(map(kernels.edge_of, made)))
+
+    def call_of(self, layer: str, bound: BoundFused) -> kernels.Call:
+        # A sharded layer's module cannot be called itself.
+        return self.calls[layer] if layer in bound.whole else self.arithmetic[layer].call
 
     def _expected_s(self, fused: ops.Fused, program: Program) -> dict[str, float]:
         key = (fused.number, fused.phase)

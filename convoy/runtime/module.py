@@ -48,7 +48,6 @@ class Distributed(nn.Module):
             device 0 too, call `load_state_dict` before the first step.
         example: one batch of each input, for the shapes.
         slowdown: emulate a device that is slower by this factor.
-        fuse: run autograd on all layers between two exchanges as one graph; False: on each layer by itself.
         cuda_graphs: on CUDA devices, replay layers as CUDA graphs (see `convoy.runtime.cuda_graphs`).
         takes_over: use the model's own modules, and its own parameters if every device has them whole. Shards replace the
             other parameters, which then raise on use. False: work on a copy.
@@ -76,7 +75,6 @@ class Distributed(nn.Module):
         example: Tensor | Sequence[Tensor],
         *,
         slowdown: float = 1.0,
-        fuse: bool = True,
         cuda_graphs: bool = False,
         takes_over: bool = False,
     ) -> None:
@@ -96,7 +94,6 @@ class Distributed(nn.Module):
         self.weights = Weights(group, self.module, self.parameters_by_key, self._in_use)
         self.calls = shards.CallGuard()
         self.weights.cut(model)
-        self._fuse = fuse
         self.cuda_graphs = CudaGraphs() if cuda_graphs and can_capture(group.torch_device) else None
         self._bind()
         self.precision: torch.dtype | None = None
@@ -253,8 +250,7 @@ class Distributed(nn.Module):
         shapes = {key: p.shape for key, p in self.parameters_by_key.items()}
         self._gathered = GatheredParameters(self.module, shapes, self.calls)
         self._executors = {
-            mode: Executor(self.group, self.module, t, self.clock, fuse=self._fuse, gathered=self._gathered)
-            for mode, t in self.traced.items()
+            mode: Executor(self.group, self.module, t, self.clock, self._gathered) for mode, t in self.traced.items()
         }
         if self.cuda_graphs is not None:
             self.cuda_graphs.captured = 0
@@ -273,6 +269,7 @@ class Distributed(nn.Module):
         made._modules = {"module": copied(self.module, {id(self.calls): self.calls})}
         made.weights = Weights(self.group, made.module, self.parameters_by_key, self._in_use)
         made.weights.to_come = set(self.weights.to_come)
+        made.cuda_graphs = copy.copy(self.cuda_graphs)
         made._bind()
         return made
 

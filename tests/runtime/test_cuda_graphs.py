@@ -4,6 +4,7 @@ Without a GPU, a stand-in repeats the work instead of its kernels. As a CUDA gra
 memory, and forgets the activations of the previous forward.
 """
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import convoy
 from convoy.comm.group import AloneGroup, Group
+from convoy.errors import InputError
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.strategy import Form
@@ -122,9 +124,9 @@ def test_dropout_draws_the_same_numbers(made: list[CudaGraphs]) -> None:
             losses.append(train(part, [8] * 6))
     assert losses[1] == losses[0]
     assert_used(made)
-    graphs_of = [str(region.plain.code) for region in regions_in(part)]
-    assert graphs_of
-    assert not any("dropout" in text for text in graphs_of)
+    captured = [op.layer for region in regions_in(part) for op in region.ops]
+    assert captured
+    assert not any(part.traced[True].graph[name].random for name in captured)
 
 
 def regions_in(part: Distributed) -> list[GraphRegion]:
@@ -285,8 +287,11 @@ def test_region_ends_where_a_gradient_sum_starts(monkeypatch: pytest.MonkeyPatch
         plan = named_plan("data", trace(model, x).graph, 8, Speeds((1.0, 1.0)))
         here = Distributed(model, plan, group, x)
         program = here._programs.get(True, 8)
-        found = cuda_graphs.regions_of(CudaGraphs(), program, here.traced[True], here.module, (None, True))
-        return [[str(n.target) for n in row.plain.graph.nodes if n.op == "call_module"] for row in found.values()]
+        executor = here._executors[True]
+        found = cuda_graphs.regions_of(
+            CudaGraphs(), program, here.traced[True], here.module, (None, True), executor.call_of
+        )
+        return [[op.layer for op in region.ops] for region in found.values()]
 
     assert run_on_threads(2, modules) == [[["1", "2", "3"], ["4", "5"]]] * 2
 
@@ -298,13 +303,100 @@ def test_composite_layers_are_not_captured() -> None:
             operation = part.traced[True].operations.get(name)
             if operation is None or layer.kind == "input":
                 continue
-            plain = cuda_graphs.is_plain_call(layer, operation, part.module, whole=True)
+            plain = cuda_graphs.is_plain_call(layer, operation, part.module)
             module = part.module.get_submodule(operation.modules[0]) if operation.modules else None
             if plain and module is not None:
                 assert type(module).__module__.startswith("torch.nn"), (net, name)
                 assert not module._forward_hooks, (net, name)
             if plain and operation.call == "function":
                 assert not getattr(operation.target, "__name__", "").startswith("i"), (net, name)
+
+
+# --- changes that a graph would not see -------------------------------------------------------------------------------
+
+
+def test_tied_weights_get_the_gradient_of_all_uses(made: list[CudaGraphs]) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Tanh(), nn.Conv2d(3, 3, 1), nn.Flatten(), nn.Linear(192, nets.CLASSES))
+    net = net.double()
+    net[2].weight = net[0].weight
+    losses = [train(alone(copy.deepcopy(net), cuda_graphs=graphs), [8] * 6) for graphs in (False, True)]
+    assert losses[1] == losses[0]
+    assert_used(made)
+
+
+def test_inputs_of_another_dtype_run_the_layers() -> None:
+    """Under autocast a batch may come in bfloat16: a graph for such batches would round those in float32."""
+    net = nn.Sequential(nn.Tanh(), nn.PReLU(3), nn.Flatten(), nn.Linear(192, nets.CLASSES))
+    x = torch.randn(8, 3, 8, 8)
+    found = []
+    for graphs in (False, True):
+        part = alone(copy.deepcopy(net), cuda_graphs=graphs)
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(WARM_UP + 1):
+                part(x.bfloat16(), whole=True).sum().backward()
+            found.append(part(x, whole=True))
+    assert torch.equal(*found)
+
+
+def test_changed_attributes_of_layers_take_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts lower the momentum of batch norm during training. A graph has the number of its capture."""
+    part, plain, x = captured()
+    monkeypatch.setattr(cuda_graphs.CapturedGraph, "replay", lambda *_: pytest.fail("a graph was replayed"))
+    for model, options in ((part, {"whole": True}), (plain, {})):
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.momentum = 0.5
+        model(x, **options).sum().backward()
+    state = part.full_state_dict()
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(state[key], value, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_weights_changed_before_backward_are_refused(moved: bool) -> None:
+    part, _, x = captured()
+    loss = part(x, whole=True).sum()
+    with torch.no_grad():
+        for p in part.parameters():
+            if moved:
+                p.data = 2 * p
+            else:
+                p.mul_(2)
+    with pytest.raises(InputError, match="changed between forward and backward"):
+        loss.backward()
+
+
+def test_capture_between_a_forward_and_its_backward() -> None:
+    part = alone(nets.build("resnet"))
+    train(part, [8] * (WARM_UP - 1))
+    plain, x = nets.build("resnet"), torch.randn(8, 3, 8, 8).double()
+    plain.load_state_dict(part.full_state_dict())
+    for model, options in ((part, {"whole": True}), (plain, {})):
+        model.zero_grad()
+        first, second = model(x, **options), model(2 * x, **options)
+        (first.square().sum() + second.sum()).backward()
+    assert all(region.graph is not None for region in regions_in(part))
+    torch.testing.assert_close(gradients(part), gradients(plain), rtol=1e-10, atol=1e-10)
+
+
+def test_capture_in_inference_mode_serves_other_modes() -> None:
+    part, plain, x = captured()
+    part.eval()
+    plain.eval()
+    with torch.inference_mode():
+        for _ in range(WARM_UP + 1):
+            part(x, whole=True)
+    with torch.no_grad():
+        torch.testing.assert_close(part(2 * x, whole=True), plain(2 * x), rtol=1e-10, atol=1e-10)
+
+
+def test_copies_count_their_own_graphs(made: list[CudaGraphs]) -> None:
+    part, _, _ = captured()
+    count = made[0].captured
+    other = copy.deepcopy(part)
+    assert other.cuda_graphs is not None
+    assert (made[0].captured, other.cuda_graphs.captured) == (count, 0)
+    assert count
 
 
 @pytest.mark.cuda
