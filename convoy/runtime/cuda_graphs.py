@@ -10,18 +10,21 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from convoy.errors import InputError, shortened
 from convoy.model.graph import Layer
-from convoy.model.operation import Operation, Ref, TracedModel
+from convoy.model.operation import Operation, Ref
 from convoy.model.tracing.copies import hooked
 from convoy.plan.device_program import Compute, Fused, Pack
 from convoy.runtime.kernels import Call
-from convoy.runtime.program import BoundFused, Program
+from convoy.runtime.program import Program
+
+if TYPE_CHECKING:
+    from convoy.runtime.executor import Executor
 
 WARM_UP = 3
 """Runs of a region before it is captured: a batch size that occurs once per epoch is not worth it."""
@@ -70,15 +73,13 @@ class GraphRegion:
     """Consecutive layers of a segment that run as one graph.
 
     Attributes:
-        ops, calls: the layers, and the functions that compute them.
-        modules: the modules of the layers.
+        ops, calls, modules: the layers, the functions that compute them, and their modules.
         reads, writes: names of its inputs, and of its outputs that later layers use.
         drops: for each layer, the values that no later layer reads.
         key: dtype of the layers' arithmetic, and whether backward follows.
         runs: number of runs without a graph; negative: the region is not captured.
     """
 
-    graphs: CudaGraphs
     ops: Sequence[Compute]
     calls: Sequence[Call]
     modules: Sequence[nn.Module]
@@ -89,29 +90,28 @@ class GraphRegion:
     runs: int = 0
     graph: "CapturedGraph | None" = None
 
-    def run(self, values: dict[str, Any]) -> int:
+    def run(self, values: dict[str, Any], graphs: CudaGraphs) -> int:
         """Replay the graph, if there is one for these inputs. Return the number of layers that this has computed."""
         inputs = [values[name] for name in self.reads]
-        if self.graph is None and self.runs >= 0 and not self.graphs.waits:
+        if self.graph is None and self.runs >= 0 and not graphs.waits:
             self.runs += 1
             if self.runs > WARM_UP:
-                self._capture(inputs)
+                self.runs = -1
+                if graphs.captured < MOST_GRAPHS:
+                    self._capture(inputs, graphs)
         if self.graph is None or not self.graph.fits(inputs):
             return 0
         values.update(zip(self.writes, self.graph.replay(inputs), strict=True))
         return len(self.ops)
 
-    def _capture(self, inputs: Sequence[Tensor]) -> None:
-        self.runs = -1
-        if self.graphs.captured >= MOST_GRAPHS:
-            return
+    def _capture(self, inputs: Sequence[Tensor], graphs: CudaGraphs) -> None:
         try:
             with torch.inference_mode(False):  # the graph's memory is also used outside of inference mode
                 self.graph = CapturedGraph(self, inputs)
-            self.graphs.captured += 1
+            graphs.captured += 1
         except (RuntimeError, InputError) as error:
-            self.graphs.refused = shortened(next(iter(str(error).strip().splitlines()), type(error).__name__))
-            warnings.warn(f"CUDA graph: {self.graphs.refused}. These layers run without it", stacklevel=2)
+            graphs.refused = shortened(next(iter(str(error).strip().splitlines()), type(error).__name__))
+            warnings.warn(f"CUDA graph: {graphs.refused}. These layers run without it", stacklevel=2)
 
     def compute(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Compute the layers one by one."""
@@ -125,9 +125,6 @@ class GraphRegion:
 
 class CapturedGraph:
     """A captured region: kernels that read and write fixed memory.
-
-    Args:
-        inputs: values to capture with.
 
     Raises:
         RuntimeError: CUDA cannot capture the layers, or has too little memory.
@@ -148,7 +145,7 @@ class CapturedGraph:
         leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
         self._inputs = [x.detach() for x in leaves]
         # Aliases of the parameters: hooks that users registered must not run during capture. Tied parameters have one alias.
-        self._weights = [*{id(holder[name]): (holder, name) for holder, name in reversed(held)}.values()]
+        self._weights = [*{id(holder[name]): (holder, name) for holder, name in held}.values()]
         aliases = {id(h[n]): h[n].detach().requires_grad_(h[n].requires_grad) for h, n in self._weights}
         self.wants = [keep and x.requires_grad for x in (*leaves, *aliases.values())]
         sources = [x for x, wanted in zip((*leaves, *aliases.values()), self.wants, strict=True) if wanted]
@@ -290,15 +287,8 @@ def _restored(buffers: Sequence[Tensor]) -> Iterator[None]:
 # --- regions ---------------------------------------------------------------------------------------------------------
 
 
-def regions_of(
-    graphs: CudaGraphs,
-    program: Program,
-    traced: TracedModel,
-    model: nn.Module,
-    key: Key,
-    call_of: Callable[[str, BoundFused], Call],
-) -> Regions:
-    """Return the regions (two layers or more) of all segments of a program. `call_of`: as `Executor.call_of`."""
+def regions_of(executor: "Executor", program: Program, key: Key) -> Regions:
+    """Return the regions (two layers or more) of all segments of a program."""
     starts: set[str] = set()  # backward starts an all-reduce after these layers
     for fused in program.program.backward:
         layer = ""
@@ -312,41 +302,28 @@ def regions_of(
         if not isinstance(fused, Fused):
             continue
         bound, computed = program.fused[fused.number], [op for op in fused.operations if isinstance(op, Compute)]
-        for start, stop in _runs(computed, starts, traced, model, program.freed):
-            ops = computed[start:stop]
-            paths = [path for op in ops for path in traced.operations[op.layer].modules]
-            inside = {op.writes[0] for op in ops}
-            used = {*fused.writes}.union(*(op.reads for op in computed[stop:]))
-            found[fused.number, start] = GraphRegion(
-                graphs,
-                ops,
-                [call_of(op.layer, bound) for op in ops],
-                [*dict.fromkeys(m for path in paths for m in model.get_submodule(path).modules())],
-                [*dict.fromkeys(name for op in ops for name in op.reads if name not in inside)],
-                [op.writes[0] for op in ops if op.writes[0] in used],
-                bound.drops[start:stop],
-                key,
-            )
-    return found
-
-
-def _runs(
-    computed: Sequence[Compute], starts: set[str], traced: TracedModel, model: nn.Module, freed: frozenset[str]
-) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of each run of two or more layers that can be captured together."""
-    start = 0
-    for stop, op in enumerate((*computed, None)):
-        layer = None if op is None else traced.graph[op.layer]
-        usable = (
-            layer is not None
+        runs: list[list[Compute]] = [[]]
+        for op in computed:
+            computes = executor.traced.graph[op.layer]
             # Weights that are freed after use have no fixed memory.
-            and not any(p.key in freed for p in layer.parameters.values())
-            and is_plain_call(layer, traced.operations[layer.name], model)
-        )
-        if not usable or (layer is not None and layer.name in starts and stop > start):
-            if stop - start > 1:
-                yield start, stop
-            start = stop if usable else stop + 1
+            freed = any(p.key in program.freed for p in computes.parameters.values())
+            usable = not freed and is_plain_call(computes, executor.traced.operations[op.layer], executor.model)
+            if not usable or op.layer in starts:
+                runs.append([])
+            if usable:
+                runs[-1].append(op)
+        for ops in [run for run in runs if len(run) > 1]:
+            start = computed.index(ops[0])
+            paths = [path for op in ops for path in executor.traced.operations[op.layer].modules]
+            modules = [*dict.fromkeys(m for path in paths for m in executor.model.get_submodule(path).modules())]
+            calls = [executor.call_of(op.layer, bound) for op in ops]
+            inside = {op.writes[0] for op in ops}
+            reads = [*dict.fromkeys(name for op in ops for name in op.reads if name not in inside)]
+            used = {*fused.writes}.union(*(op.reads for op in computed[start + len(ops) :]))
+            writes = [op.writes[0] for op in ops if op.writes[0] in used]
+            drops = bound.drops[start : start + len(ops)]
+            found[fused.number, start] = GraphRegion(ops, calls, modules, reads, writes, drops, key)
+    return found
 
 
 def is_plain_call(layer: Layer, operation: Operation, model: nn.Module) -> bool:

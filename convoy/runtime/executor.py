@@ -26,7 +26,7 @@ from convoy.runtime.clock import Clock
 from convoy.runtime.cuda_graphs import CudaGraphs, Regions, regions_of
 from convoy.runtime.exchange import Buffers, Lane, Slots
 from convoy.runtime.gradients import Found, SegmentSums, Sums, Worker, collect, own_memory, packed, unpack
-from convoy.runtime.program import BoundFused, Item, Program, reached_parameters
+from convoy.runtime.program import BoundFused, Item, Program
 from convoy.runtime.weights import GatheredParameters, PlanInUse
 
 
@@ -55,7 +55,6 @@ class Executor:
 
     Args:
         traced: graph and operations of the whole model, as traced in one mode (training or evaluation).
-        gathered: memory for gathered parameters; None: no parameter is sharded.
 
     Attributes:
         expected_s: expected seconds per layer, used to divide a segment's measured time.
@@ -63,15 +62,9 @@ class Executor:
     """
 
     def __init__(
-        self,
-        group: Group,
-        model: nn.Module,
-        traced: TracedModel,
-        clock: Clock,
-        gathered: GatheredParameters | None = None,
+        self, group: Group, model: nn.Module, traced: TracedModel, clock: Clock, gathered: GatheredParameters
     ) -> None:
-        self.group, self.model, self.traced, self.clock = group, model, traced, clock
-        self.gathered = gathered or GatheredParameters(model, {})
+        self.group, self.model, self.traced, self.clock, self.gathered = group, model, traced, clock, gathered
         self.arithmetic: dict[str, kernels.Arithmetic] = {}
         self.calls = {name: bind_operation(model, operation) for name, operation in traced.operations.items()}
         self.norms: dict[str, GlobalBatchNorm] = {}
@@ -98,7 +91,9 @@ class Executor:
         """Return this device's program for a step list; `missing` and `left` as in `compile_device`."""
         graph = self.traced.graph
         made = compile_device(steps, graph, self.group.device, missing=missing, left=left)
-        reached = reached_parameters(without_gradients(steps, graph, missing) if missing else steps, graph)
+        with_gradients = without_gradients(steps, graph, missing) if missing else steps
+        computed = [s for s in with_gradients.phase("backward") if isinstance(s, ComputeStep) and s.part != "input"]
+        reached = tuple(dict.fromkeys(p.key for step in computed for p in graph[step.layer].trainable))
         return Program(steps, made, graph, self.model, reached)
 
     # --- forward -----------------------------------------------------------------------------------------------------
@@ -112,11 +107,9 @@ class Executor:
         tape = Tape(program, precision)
         with self.gathered.in_place(program.gathered):
             if self.graphs is not None:
-                key = (precision, keep)
-                if key not in program.regions:
-                    found = regions_of(self.graphs, program, self.traced, self.model, key, self.call_of)
-                    program.regions[key] = found
-                tape.regions = program.regions[key]
+                if (precision, keep) not in program.regions:
+                    program.regions[precision, keep] = regions_of(self, program, (precision, keep))
+                tape.regions = program.regions[precision, keep]
             self._run_forward(program, tape, buffers, keep=keep)
         return [self._output(buffers, value) for value in program.steps.outputs], tape
 
@@ -161,8 +154,8 @@ class Executor:
                 ready = 0  # a CUDA graph has done the computations before this index
                 for number, (op, drops) in enumerate(zip(fused.operations, bound.drops, strict=True)):
                     assert isinstance(op, ops.Compute)
-                    if (region := tape.regions.get((fused.number, number))) is not None:
-                        ready = number + region.run(own)
+                    if self.graphs is not None and (region := tape.regions.get((fused.number, number))) is not None:
+                        ready = number + region.run(own, self.graphs)
                     if number >= ready:
                         inputs = [own[name] for name in op.reads]
                         with torch.set_grad_enabled(keep and self.traced.graph[op.layer].differentiable):
@@ -237,7 +230,12 @@ class Executor:
             the gradients of the local parameters, by key, each in its own memory; and those of the inputs, None where this
             device gets none.
         """
-        program = self._variant(tape.program, output_gradients, frozenset(left or ()))
+        missing = frozenset(i for i, g in enumerate(output_gradients) if g is None)
+        missing &= set(tape.program.program.output_gradients)
+        variant = (missing, frozenset(left or ()) if missing else frozenset[str]())
+        if variant not in tape.program.variants:
+            tape.program.variants[variant] = self.program(tape.program.steps, *variant) if missing else tape.program
+        program = tape.program.variants[variant]
         buffers: Buffers = {ops.output_gradient(i): g for i, g in enumerate(output_gradients) if g is not None}
         before = {key: gradient for key, gradient in (left or {}).items() if gradient is not None}
         # For a sharded parameter, earlier micro-batches left a summed shard: add it after the reduce-scatter.
@@ -271,15 +269,6 @@ class Executor:
         parameter = parameters[name]
         assert parameter is not None
         return parameter
-
-    def _variant(self, program: Program, output_gradients: Sequence[Tensor | None], left: frozenset[str]) -> Program:
-        """Return the program compiled for these missing output gradients and these unsummed gradients."""
-        missing = frozenset(i for i, g in enumerate(output_gradients) if g is None)
-        missing &= set(program.program.output_gradients)
-        key = (missing, left if missing else frozenset())
-        if key not in program.variants:
-            program.variants[key] = self.program(program.steps, *key) if any(key) else program
-        return program.variants[key]
 
     def _run_backward(self, program: Program, tape: Tape, buffers: Buffers, found: Found, sums: Sums) -> None:
         lane = Lane(self.group, 0, self.slots)
@@ -411,7 +400,6 @@ class ProgramCache:
     """The programs of this device for one plan.
 
     Args:
-        executors: one per mode (True: training).
         state_devices: shared by successive plans, because layers keep their state when the plan changes.
 
     Attributes:
@@ -425,11 +413,7 @@ class ProgramCache:
     def get(
         self, training: bool, batch: int, wanted: tuple[InputGradient, ...] = (), kind: MicroBatch = "only"
     ) -> Program:
-        """Return the program for a global batch of this size.
-
-        Raises:
-            InputError: a layer with its own state would run on other devices than before.
-        """
+        """Return the program for a global batch of this size."""
         key = (training, batch, wanted, kind)
         if key not in self.programs:
             in_use, executor = self._in_use, self._executors[training]
@@ -441,12 +425,6 @@ class ProgramCache:
                 check_programs(compile_all(steps, graph))
             self.programs[key] = executor.program(steps)
         return self.programs[key]
-
-    def expect(self, seconds: Expected) -> None:
-        for executor in self._executors.values():
-            executor.expected_s = seconds
-        for program in self.programs.values():
-            program.expected_s.clear()
 
     def _check_state(self, steps: StepList, graph: Graph) -> None:
         """Raise InputError if a layer with its own state would run on devices where that state is outdated."""

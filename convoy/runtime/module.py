@@ -275,17 +275,13 @@ class Distributed(nn.Module):
 
     # --- parameters and buffers: local shards ------------------------------------------------------------------------
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the local shards of parameters under their names in the model."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+        return self.module.named_parameters(*args, **kwargs)
 
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Return the local shards of buffers under their names in the model."""
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+        return self.module.named_buffers(*args, **kwargs)
 
     def state_dict(self, *_args: Any, **_kwargs: Any) -> Any:
         """Raise InputError: local shards are not the model, see `full_state_dict`."""
@@ -295,13 +291,7 @@ class Distributed(nn.Module):
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load the local shards of whole weights. Every device must call it, with the same weights.
-
-        Args:
-            state_dict: of the model before `distribute`, under its ordinary keys.
-            strict: refuse missing and unknown keys; False: return them, as torch does.
-            assign: refused.
-        """
+        """Load the local shards of whole weights, under their ordinary keys. Every device gives the same weights."""
         if assign:
             raise InputError("load_state_dict(assign=True): shards are copied: leave assign out")
         loaded = self.weights.load(state_dict, strict=strict)
@@ -345,10 +335,7 @@ class Distributed(nn.Module):
         shards.accept_gradients(self.parameters())
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over all devices is at most `max_norm`. Return the previous norm.
-
-        `torch.nn.utils.clip_grad_norm_` would see only the local shards. Every device must call it.
-        """
+        """Scale all gradients; see `convoy.train.clip_grad_norm_`."""
         known = self.parameters_by_key
         rows = [(key, self.module.get_parameter(key)) for key, p in known.items() if p.trainable]
         parameters = [p for _, p in rows]
@@ -418,7 +405,10 @@ class Distributed(nn.Module):
         self._announced[:] = [] if batch is None else [batch]
 
     def expect(self, seconds: Expected) -> None:
-        self._programs.expect(seconds)
+        for executor in self._executors.values():
+            executor.expected_s = seconds
+        for program in self._programs.programs.values():
+            program.expected_s.clear()
 
 
 def not_distributed(who: str, model: object) -> InputError:

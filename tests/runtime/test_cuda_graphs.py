@@ -287,10 +287,7 @@ def test_region_ends_where_a_gradient_sum_starts(monkeypatch: pytest.MonkeyPatch
         plan = named_plan("data", trace(model, x).graph, 8, Speeds((1.0, 1.0)))
         here = Distributed(model, plan, group, x)
         program = here._programs.get(True, 8)
-        executor = here._executors[True]
-        found = cuda_graphs.regions_of(
-            CudaGraphs(), program, here.traced[True], here.module, (None, True), executor.call_of
-        )
+        found = cuda_graphs.regions_of(here._executors[True], program, (None, True))
         return [[op.layer for op in region.ops] for region in found.values()]
 
     assert run_on_threads(2, modules) == [[["1", "2", "3"], ["4", "5"]]] * 2
