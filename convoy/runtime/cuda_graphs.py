@@ -147,6 +147,8 @@ class CapturedGraph:
         # Aliases of the parameters: hooks that users registered must not run during capture. Tied parameters have one alias.
         self._weights = [*{id(holder[name]): (holder, name) for holder, name in held}.values()]
         aliases = {id(h[n]): h[n].detach().requires_grad_(h[n].requires_grad) for h, n in self._weights}
+        # Kept, so that no other tensor gets their memory.
+        self._kept = [*aliases.values(), *(holder[name] for holder, name in buffers)]
         self.wants = [keep and x.requires_grad for x in (*leaves, *aliases.values())]
         sources = [x for x, wanted in zip((*leaves, *aliases.values()), self.wants, strict=True) if wanted]
         made: list[Tensor] = []
@@ -182,7 +184,7 @@ class CapturedGraph:
                     limit = TOLERANCE.get(b.dtype, 0.1) * float(b.abs().amax()) + 1e-12
                     if not torch.allclose(a, b, rtol=0.0, atol=limit, equal_nan=True):
                         raise InputError("the CUDA graph computed other values than the layers")
-        self._versions: list[int] = []
+        self._versions: list[tuple[int, int]] = []
         self.pending: weakref.ref[Any] | None = None
         """The autograd node of a replay whose backward has not run. Another replay would overwrite its activations."""
 
@@ -199,7 +201,7 @@ class CapturedGraph:
         if not self._gradients:
             return self.run_forward(inputs)
         weights = [holder[name] for holder, name in self._weights]
-        self._versions = [p._version for p in weights]
+        self._versions = [(p.data_ptr(), p._version) for p in weights]
         return _Replay.apply(self, *inputs, *weights)  # type: ignore[no-any-return, no-untyped-call]
 
     def run_forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -210,8 +212,8 @@ class CapturedGraph:
 
     def run_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the inputs and parameters marked in `wants`; None: the outputs do not depend on it."""
-        memory = [holder[name].data_ptr() for holder, name in self._fixed]
-        if memory != self._memory or [holder[name]._version for holder, name in self._weights] != self._versions:
+        weights = [holder[name] for holder, name in self._weights]
+        if [(p.data_ptr(), p._version) for p in weights] != self._versions:
             raise InputError(
                 "weights in a CUDA graph changed between forward and backward, which would use the new values: change them "
                 "(optimizer.step(), load_state_dict()) after backward"
