@@ -295,8 +295,7 @@ def load_checkpoint(
     types = {key: spec.dtype for key, spec in shards.specs.items()}
     with reading(path / MODEL, types, here=shards.group.device == 0) as read:
         for key, own in shards.shards.items():
-            if (shard := shards.scatter(key, read(key))) is not None:
-                own.copy_(shard)
+            own.copy_(shards.scatter(key, read(key)))
     if isinstance(model, Distributed):
         model.weights_changed()
     if optimizer is not None and manifest.optimizer is not None:
@@ -321,7 +320,7 @@ def _restore(shards: ModelShards, optimizer: Optimizer, saved: SavedOptimizer, p
                 for name, row in rows.items():  # torch counts steps on the CPU, unless the optimizer runs as one kernel
                     row["near"] = not (name == "step" and on_cpu)
                 state = shards.scatter_state(key, rows, lambda name: read(f"{key}/{name}"))  # noqa: B023 - called at once
-                if state and shards.has(key):
+                if state:
                     optimizer.state[parameter] = state
 
 

@@ -114,13 +114,12 @@ class ModelShards:
         shard = shard.to(self.group.torch_device)
         return redistribute(self.group, shard, self.layouts[key], FIRST, self.shapes[key])
 
-    def scatter(self, key: str, whole: Tensor) -> Tensor | None:
-        """Return the local shard of a tensor, split like `key`; None: this device has none. Every device calls it.
+    def scatter(self, key: str, whole: Tensor) -> Tensor:
+        """Return the local shard, which may be empty, of a tensor that is split like `key`. Every device calls it.
 
         `whole` is used on device 0; elsewhere only its type matters.
         """
-        shard = redistribute(self.group, whole.to(self.group.torch_device), FIRST, self.layouts[key], self.shapes[key])
-        return shard if self.has(key) else None
+        return redistribute(self.group, whole.to(self.group.torch_device), FIRST, self.layouts[key], self.shapes[key])
 
     def scatter_state(self, key: str, rows: Mapping[str, Any], read: Callable[[str], Tensor]) -> dict[str, Any]:
         """Return a parameter's optimizer state, from rows of `runtime.optimizer.described`. Every device calls it.
@@ -133,9 +132,8 @@ class ModelShards:
         for name, row in rows.items():
             state[name] = row.get("value")
             if row["kind"] == "tensor":
-                shard = self.scatter(key, read(name))
                 # A copy: the shard may share memory with the whole tensor, or with a file.
-                state[name] = None if shard is None else shard.clone()
+                state[name] = self.scatter(key, read(name)).clone()
             elif row["kind"] == "number":
                 near = self.group.torch_device if row.get("near") else torch.device("cpu")
                 state[name] = torch.tensor(row["value"], dtype=torch_dtype(row["dtype"]), device=near)

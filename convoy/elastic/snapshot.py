@@ -328,15 +328,13 @@ class SnapshotStore:
         sizes = {key: sum(e.dtype.itemsize for e in self._entries_of(key, 0, rows)) for key in wanted[0]}
         sizes = {key: sizes.get(key, 4) for boxes in wanted for key in boxes}
         plan = transfers([each["boxes"] for each in held], wanted, sizes)
-        made = {
-            e.name: self._fresh(e) for key in wanted[group.device] for e in self._entries_of(key, group.device, rows)
-        }
+        made = self._fresh(rows)
         self._move(step, plan, rows, made, wanted[group.device])
-        self._install({key: made[key, ""] for key in wanted[group.device]})
+        self._install(made)
         for i, optimizer in enumerate(self.optimizers):
             for key, parameter in self._parameters():
                 known = rows.get(f"{i}/{key}")
-                if known is None or key not in wanted[group.device]:
+                if known is None:
                     optimizer.state.pop(parameter, None)
                     continue
                 optimizer.state[parameter] = {
@@ -349,14 +347,16 @@ class SnapshotStore:
     @torch.no_grad()
     def forget(self) -> None:
         """Drop all state, and allocate empty shards for the current plan. The caller then loads a checkpoint."""
-        device = self.model.group.device
-        self._install({key: self._fresh(self._entries_of(key, device, {})[0]) for key in self._boxes(device)})
+        self._install(self._fresh({}))
         for optimizer in self.optimizers:
             optimizer.state.clear()
         self.kept, self._pending = [], None
 
-    def _fresh(self, entry: Entry) -> Tensor:
-        return torch.empty(entry.shape, dtype=entry.dtype, device=self.model.group.torch_device)
+    def _fresh(self, rows: Rows) -> dict[Name, Tensor]:
+        """Allocate all tensors of this device's entries; those without a shard are empty."""
+        group = self.model.group
+        wanted = [e for key in self.model.parameters_by_key for e in self._entries_of(key, group.device, rows)]
+        return {e.name: torch.empty(e.shape, dtype=e.dtype, device=group.torch_device) for e in wanted}
 
     def _move(
         self, step: int, plan: Sequence[ShardTransfer], rows: Rows, made: Mapping[Name, Tensor], here: Mapping[str, Box]
@@ -396,12 +396,9 @@ class SnapshotStore:
                     return _part(buffers.views[name], held, wanted)
         raise AssertionError(f"no snapshot here has {name} {wanted}")
 
-    def _install(self, shards: Mapping[str, Tensor]) -> None:
-        """Make these shards the model's local shards; use empty ones for other tensors."""
-        weights = self.model.weights
+    def _install(self, made: Mapping[Name, Tensor]) -> None:
         for key in self.model.parameters_by_key:
-            shard = shards[key] if key in shards else weights.held(key).new_empty(weights.own_shape(key))
-            weights.put(key, shard)
+            self.model.weights.put(key, made[key, ""])
 
 
 def _boxes_of(mine: Iterable[Mapping[str, Any]], step: int) -> dict[str, list[Box]]:

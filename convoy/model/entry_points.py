@@ -3,7 +3,6 @@
 import difflib
 import importlib
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -80,12 +79,13 @@ def import_package(name: str, extra: str, purpose: str) -> Any:
             f"{missing} is not installed, and {purpose} needs it: pip install 'convoy-train[{extra}]'"
         ) from error
     except Exception as error:
-        package, torch_version = name.partition(".")[0], importlib.metadata.version("torch")
+        # The package's metadata has no build, such as +cu130.
+        package, version = name.partition(".")[0], importlib.import_module("torch").__version__
         why = (str(error) or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"{package} does not import with torch {torch_version} ({why}), and {purpose} needs it: "
+            f"{package} does not import with torch {version} ({why}), and {purpose} needs it: "
             "torch and torchvision must be builds that belong together; install both at once and from one place, e.g. pip "
-            "install torch torchvision --index-url https://download.pytorch.org/whl/cpu"
+            f"install torch torchvision --index-url https://download.pytorch.org/whl/{version.partition('+')[2] or 'cpu'}"
         ) from error
 
 

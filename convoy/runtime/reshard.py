@@ -91,7 +91,7 @@ def _move(model: Distributed, moved: Moved, optimizers: tuple[Optimizer, ...]) -
     states: dict[tuple[int, str], dict[str, Any]] = {}
     for i, optimizer in enumerate(optimizers):
         for key, parameter in parameters.items():
-            own = optimizer.state.get(parameter, {})
+            own = optimizer.state.pop(parameter, {})
             for name, row in sorted(rows.get(f"{i}/{key}", {}).items()):
                 tensor = row["kind"] == "tensor"
                 value = start(key, own.get(name), getattr(torch, row["dtype"])) if tensor else number_of(row, parameter)
@@ -99,14 +99,11 @@ def _move(model: Distributed, moved: Moved, optimizers: tuple[Optimizer, ...]) -
     for key, weight in weights.items():
         model.weights.put(key, weight.land().clone())
     for key, gradient in gradients.items():
-        arrived = gradient.land().clone()
-        parameters[key].grad = arrived if holds(moved[key][1], device) else None
+        parameters[key].grad = gradient.land().clone()
     for (i, key), state in states.items():
-        landed = {name: v.land().clone() if isinstance(v, StartedMove) else v for name, v in state.items()}
-        if holds(moved[key][1], device):
-            optimizers[i].state[parameters[key]] = landed
-        else:
-            optimizers[i].state.pop(parameters[key], None)
+        optimizers[i].state[parameters[key]] = {
+            name: v.land().clone() if isinstance(v, StartedMove) else v for name, v in state.items()
+        }
 
 
 def _gathered_state(

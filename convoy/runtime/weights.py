@@ -96,9 +96,6 @@ class Weights:
     def held(self, key: str) -> Tensor:
         return self.own(key).detach()
 
-    def own_shape(self, key: str) -> Shape:
-        return local_shape(self.in_use.layouts[key], self.group.device, self.known[key].shape)
-
     def check_loaded(self) -> None:
         if self.to_come:
             raise InputError(
@@ -124,7 +121,8 @@ class Weights:
                     "with a last axis of 2, and use torch.view_as_complex in forward"
                 )
             if key in self.to_come:
-                shard = torch.empty(self.own_shape(key), dtype=old.dtype, device=here)
+                shape = local_shape(self.in_use.layouts[key], self.group.device, self.known[key].shape)
+                shard = torch.empty(shape, dtype=old.dtype, device=here)
             else:
                 empty = torch.empty(0, dtype=old.dtype, device=here)
                 whole = old.detach().to(here) if self.group.device == 0 else empty

@@ -79,7 +79,7 @@ def rebind(
         group["params"][:] = [shards[names[p]] if p in names else p for p in group["params"]]
     for parameter, name in names.items():
         optimizer.state.pop(parameter, None)
-        if name in state and parts.has(name):
+        if name in state:
             optimizer.state[shards[name]] = state[name]
 
 

@@ -72,6 +72,8 @@ def save_and_load(net: str, plans: tuple[str, str], folder: Path, optimizer: str
         there = Distributed(other, plan_for(4, plans[1], net), group, batches[0][0][:2])
         others = OPTIMIZERS[optimizer](there.parameters())
         progress = load_checkpoint(folder, there, others)
+        keys = [key for key, parameter in there.named_parameters() if others.state.get(parameter)]
+        assert len(set(group.agree("parameters with state", str(keys)))) == 1, "also where their shard is empty"
         held = [value for state in others.state.values() for value in state.values() if value.dim()]
         assert all(value.untyped_storage().nbytes() == value.numel() * value.itemsize for value in held)
         saved = here.full_state_dict(), full_optimizer_state(here, own)

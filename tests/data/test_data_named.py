@@ -135,6 +135,7 @@ def test_a_silent_server_is_left_after_the_time_limit(tmp_path: Path, monkeypatc
             load("cifar10")
 
 
+@pytest.mark.filterwarnings("ignore:Python 3.14 will, by default, filter extracted tar archives")  # of torchvision
 def test_a_download_is_checked_and_unpacked(batches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = tmp_path / "cifar-10-binary.tar.gz"
     with tarfile.open(archive, "w:gz", compresslevel=1) as tar:

@@ -42,18 +42,21 @@ pytestmark = pytest.mark.skipif(sim.COMPILER is None, reason=sim.NEEDS)
 FILES = (
     "tests/parity/test_parity.py", "tests/parity/test_parity_in_shares.py", "tests/runtime/test_reshard.py",
     "tests/runtime/test_optimizer.py", "tests/runtime/test_exchange.py", "tests/runtime/test_defects.py",
-    "tests/checkpoint/test_checkpoint.py", "tests/train/test_controller.py",
+    "tests/runtime/test_precision.py", "tests/checkpoint/test_checkpoint.py", "tests/train/test_controller.py",
+    "tests/elastic/test_losses_with.py",
 )  # fmt: skip
 HEART = (
-    "(every_plan_and_every_sum and ring and (speed or model))",
+    "(every_plan_and_every_sum and ring)",
     "(planners_choice and two-conv)",
     "(sharded_parameters_follow and shares0)",
     "tied-mixed",  # every strategy at once
-    "(autocast_of_the_caller and both and hybrid)",
+    "(autocast_of_the_caller and both and hybrid)",  # bf16 and fp16
+    "(as_one_under_autocast and hybrid)",
     "(every_move_on_threads and float64-strided)",
     "(to_every_other and two-conv-sgd)",  # weights that move to another plan
     "(resume_mid_epoch and resnet-adam)",  # a checkpoint
     "rebalanced_training_matches",  # rebalancing
+    "(loss_changes_no_number and (scaled or snapshot))",  # recovery
 )
 """Of each kind of test one, for every day; the slow tests have all."""
 # torch's ASGD gives other numbers on accelerators (by lists of tensors) than on a CPU, by 1e-9.
@@ -71,31 +74,48 @@ def sims() -> Iterator[None]:
 on_sims = pytest.mark.usefixtures("sims")
 
 
-def ran_on_a_mixed_fleet(names: Sequence[str], timeout_s: float) -> set[str]:
-    """Run the named tests of `FILES` in a process with mixed sims and CPUs; return those that passed."""
+def ran_on(fleet: str, names: Sequence[str], timeout_s: float) -> set[str]:
+    """Run the named tests of `FILES` in a process, on a fleet of tests.support.sim.plugin; return those that passed."""
     argv = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "tests.support.sim.plugin", "-p", "no:cacheprovider"]
     argv += [*FILES, "-k", " or ".join(names)]
-    done = subprocess.run(argv, cwd=ROOT, text=True, capture_output=True, timeout=timeout_s, check=False)
+    done = subprocess.run(
+        argv,
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=timeout_s,
+        env=os.environ | {"SIM_FLEET": fleet},
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     return set(re.findall(r"^PASSED (\S+)", done.stdout, re.MULTILINE))
 
 
-def test_mixed_fleet_trains_as_one_device() -> None:
-    files = {name.partition("::")[0] for name in ran_on_a_mixed_fleet(HEART, 110)}
+@pytest.mark.parametrize("fleet", ["mixed", pytest.param("sims", marks=pytest.mark.slow)])
+def test_accelerators_train_as_one_device(fleet: str) -> None:
+    passed = ran_on(fleet, HEART, 110)
+    every_plan = "tests/parity/test_parity.py::test_twenty_steps_by_every_plan_and_every_sum"
+    assert {f"{every_plan}[{plan}-ring]" for plan in PLANS} <= passed
+    files = {name.partition("::")[0] for name in passed}
     assert files == {*FILES} - {"tests/runtime/test_optimizer.py"}, "each kind of test"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_moves_checkpoints_optimizers_and_rebalancing_on_a_mixed_fleet() -> None:
-    passed = ran_on_a_mixed_fleet(WHOLE, 1450)
-    assert {name.partition("::")[0] for name in passed} == {*FILES}
-    every_plan = "tests/parity/test_parity.py::test_twenty_steps_by_every_plan_and_every_sum"
-    assert {f"{every_plan}[{plan}-ring]" for plan in PLANS} <= passed
+@pytest.mark.parametrize("fleet", ["mixed", "sims"])
+def test_moves_checkpoints_optimizers_and_rebalancing_on_accelerators(fleet: str) -> None:
+    assert {name.partition("::")[0] for name in ran_on(fleet, WHOLE, 1450)} == {*FILES}
 
 
-@pytest.mark.parametrize("plan", ["hybrid --speeds 2,1", pytest.param("auto --budget 1", marks=pytest.mark.slow)])
-def test_the_command_trains_on_an_accelerator_and_a_cpu(plan: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("devices", "plan"),
+    [
+        ("sim:0,cpu", "hybrid --speeds 2,1"),
+        pytest.param("sim:0,cpu", "auto --budget 1", marks=pytest.mark.slow),
+        pytest.param("sim:0,sim:1", "auto --budget 1", marks=pytest.mark.slow),
+    ],
+)
+def test_the_command_trains_on_accelerators(devices: str, plan: str, tmp_path: Path) -> None:
     """In processes of their own: through pinned memory. torch loads the backend as it loads those of other vendors."""
     installed = tmp_path / "convoy_sim-0.dist-info"
     installed.mkdir()
@@ -103,7 +123,7 @@ def test_the_command_trains_on_an_accelerator_and_a_cpu(plan: str, tmp_path: Pat
     (installed / "entry_points.txt").write_text("[torch.backends]\nsim = tests.support.sim:load\n")
     sim.library()
     log = tmp_path / "log.jsonl"
-    argv = f"train --devices sim:0,cpu --data digits --limit 120 --epochs 1 --net two-conv:4:6 --plan {plan}"
+    argv = f"train --devices {devices} --data digits --limit 120 --epochs 1 --net two-conv:4:6 --plan {plan}"
     done = subprocess.run(
         [sys.executable, "-m", "convoy", *argv.split(), "--compare", "--log", str(log)],
         cwd=tmp_path, text=True, capture_output=True, timeout=120, check=False,
@@ -112,7 +132,7 @@ def test_the_command_trains_on_an_accelerator_and_a_cpu(plan: str, tmp_path: Pat
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     fleet = next(line for line in lines if line["what"] == "fleet")
-    assert [device["name"].split(" ")[0] for device in fleet["devices"]] == ["sim:0", "cpu"]
+    assert [device["name"].split(" ")[0] for device in fleet["devices"]] == devices.split(",")
     assert [line["step"] for line in lines if line["what"] == "step"] == [0, 1]
     apart = re.search(r"Loss curves over 2 steps: at most (\S+) apart", done.stdout)
     assert apart is not None, done.stdout

@@ -39,8 +39,12 @@ def part_of(here: Distributed, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 0.0)], ids=["both", "one without samples"])
-@pytest.mark.parametrize("plan", ["data-by-speed", "hybrid"])
-def test_autocast_of_the_caller_works_on_several_devices(plan: str, speeds: tuple[float, ...]) -> None:
+@pytest.mark.parametrize(
+    ("plan", "dtype"), [("data-by-speed", torch.bfloat16), ("hybrid", torch.bfloat16), ("hybrid", torch.float16)]
+)
+def test_autocast_of_the_caller_works_on_several_devices(
+    plan: str, dtype: torch.dtype, speeds: tuple[float, ...]
+) -> None:
     """Forward ran under the caller's autocast, backward did not: "expected m1 and m2 to have the same dtype". And a device
     without samples held float32 where the others sent bfloat16."""
     torch.manual_seed(7)
@@ -50,13 +54,13 @@ def test_autocast_of_the_caller_works_on_several_devices(plan: str, speeds: tupl
 
     def work(group: Group) -> tuple[Tensor, dict[str, Tensor]]:
         here = distribute(copy.deepcopy(model), chosen, group, x[:2])
-        with torch.autocast(group.torch_device.type, torch.bfloat16):
+        with torch.autocast(group.torch_device.type, dtype):
             out = here(part_of(here, x), batch=BATCH)
             F.cross_entropy(out, y).backward()
         return out.detach(), {key: p.grad for key, p in here.named_parameters() if p.grad is not None}
 
     found = run_on_threads(2, work)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", dtype):
         expected = model(x)
         F.cross_entropy(expected, y).backward()
     for out, _ in found:

@@ -2,7 +2,7 @@
 network."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from convoy.elastic import members as members_module
 from convoy.elastic.agreement import Generation
 from convoy.elastic.members import Members
 from convoy.errors import DeviceLostError
+from convoy.machine.accelerator import enter
 from convoy.train.loop import Training
 from tests.support.threads import _Mailboxes, _ThreadGroup, stay_on, this_core
 
@@ -70,14 +71,14 @@ class _Island:
     def regroup(self, error: DeviceLostError) -> None:
         self.group.close(error)
         self.generation, mail = self.place.meet(self.me)
-        _enter(self.group, self.place, mail, self.generation.index(self.me), self.group.present.speaks)  # type: ignore[attr-defined]
+        inner = _ThreadGroup(mail, self.generation.index(self.me), self.group.torch_device)
+        self.group.replace(_counted(inner, self.place, self.group.present.speaks))  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Do nothing: there is nothing to close."""
 
 
-def _enter(group: Any, place: _Place, mail: _Mailboxes, device: int, speaks: Callable[[], None]) -> ChangingGroup:
-    inner: Any = _ThreadGroup(mail, device, torch.device("cpu"))
+def _counted(inner: Any, place: _Place, speaks: Callable[[], None]) -> Any:
     inner.place, inner.speaks = place, speaks
     start, agree = inner.start, inner.agree
 
@@ -90,10 +91,7 @@ def _enter(group: Any, place: _Place, mail: _Mailboxes, device: int, speaks: Cal
         return agree(*args, **options)
 
     inner.start, inner.agree = started, agreed
-    if group is None:
-        return ChangingGroup(inner)
-    group.replace(inner)
-    return group  # type: ignore[no-any-return]
+    return inner
 
 
 @dataclass
@@ -121,8 +119,9 @@ def with_losses(
     devices: int,
     work: Callable[[Device], T],
     strikes: Mapping[int, tuple[int, int]],
+    on: Sequence[str] = ("cpu",),
 ) -> dict[int, T]:
-    """Return the results of `work` on the surviving devices, or raise their error."""
+    """Return the results of `work` on the surviving devices, or raise their error. `on`: see `run_on_threads`."""
     monkeypatch.setattr(members_module, "Membership", _Island)
     monkeypatch.setattr(members_module, "JoinedGroup", _ThreadGroup)
     ids = tuple(range(devices))
@@ -134,8 +133,10 @@ def with_losses(
     def run(device: int) -> None:
         stay_on(core)
         here = Device(None, strikes.get(device))  # type: ignore[arg-type]
-        here.group = _enter(None, place, place.mail, device, here.speaks)
+        inner = _ThreadGroup(place.mail, device, torch.device(on[device % len(on)]))
+        here.group = ChangingGroup(_counted(inner, place, here.speaks))
         try:
+            enter(inner.torch_device)
             results[device] = work(here)
             here.group.close()
         except BaseException as error:

@@ -142,8 +142,9 @@ def test_devices_load_only_their_local_batch() -> None:
 
     def work(group: Group) -> tuple[int, list[int]]:
         model, dataset = net(), Counted()
+        source = DataLoader(dataset, 10, generator=torch.Generator())  # threads share the default generator's seed
         part, _, loader = convoy.prepare(
-            model, adam(model), DataLoader(dataset, 10), plan="data-by-speed", speeds=SPEEDS, group=group, parts=True,
+            model, adam(model), source, plan="data-by-speed", speeds=SPEEDS, group=group, parts=True,
             outputs="where-computed",
         )  # fmt: skip
         dataset.met, seen = 0, []
