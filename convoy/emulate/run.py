@@ -167,7 +167,7 @@ def environment(fleet: Fleet, index: int, wiring: namespaces.Wiring, fleet_path:
     }
     if device.cores is not None:
         variables["OMP_NUM_THREADS"] = str(math.ceil(device.cores))
-        variables["CONVOY_CPU_QUOTA"] = repr(device.cores)  # enables the noise model
+        variables["CONVOY_CPU_QUOTA"] = repr(device.cores)  # layers are timed in processor time
     if fleet_path is not None:
         variables["CONVOY_FLEET"] = str(fleet_path.resolve())
     return variables

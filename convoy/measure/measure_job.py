@@ -126,17 +126,19 @@ def measure_job(
     progress("overheads of a step")
     outputs = loss_shapes(traced.graph, batch)
     overheads, update_s = measure_overheads(device, timer.now, slice_s, wire.traffic[me].message_s, share, outputs)
+    if options.slowdown > 1:  # after each segment the host waits for the device, so it does not run ahead
+        overheads = replace(overheads, queue_s=0.0)
     every = [Overheads(**row) for row in gather(group, "overheads", asdict(overheads))]
     progress("exchanges during computation")
-    sync = measure_sync(group, clock, wire, every, slice_s, quota)
+    sync = measure_sync(group, clock, wire, every, slice_s)
     own = {"update_s_per_entry": update_s, "process_bytes": limits.own_bytes(me), **layers.reached()}
     costs = tuple(
         DeviceCosts(
             device=device.name, send_s_per_byte=traffic.send_s_per_byte, receive_s_per_byte=traffic.receive_s_per_byte,
-            jitter_s=jitter_s, noise=noise, other_load=slow - 1 if slow > NOTICED else 0.0, **asdict(overhead), **row,
+            jitter_s=jitter_s, other_load=slow - 1 if slow > NOTICED else 0.0, **asdict(overhead), **row,
         )
-        for device, traffic, jitter_s, noise, overhead, slow, row in zip(
-            fleet.devices, wire.traffic, sync.jitter_s, sync.noise, sync.overheads, slowed,
+        for device, traffic, jitter_s, overhead, slow, row in zip(
+            fleet.devices, wire.traffic, sync.jitter_s, sync.overheads, slowed,
             gather(group, "costs of a step", own), strict=True,
         )
     )  # fmt: skip

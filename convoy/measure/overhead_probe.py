@@ -2,12 +2,13 @@
 
 - Overheads: the executor, copies, additions, the optimizer, the loss. One device runs whole steps of networks with tiny layers,
   and the layers' seconds are subtracted. Copies and additions call the same torch functions as the executor. The caches are
-  cold, because a step does each of these once, between layers.
+  cold, because a step does each of these once, between layers. On an accelerator, the seconds of tiny layers are those of its
+  host, which queues them. The host runs ahead of the device, so the simulator takes the longer of both.
 - Synchronisation. A link is measured at rest. In a step both ends compute before they exchange: the earlier one waits for the
   later one, and the calls find cold caches. So the devices compute tasks of equal length, first alone, then with an exchange
   after each. Jitter is the extra time of such an exchange over one at rest. The call factor is the ratio of their processor
-  times.
-- The noise model of devices under a CPU quota (`convoy.simulate.network`): emulated hosts, and containers with a CPU limit.
+  times. It is measured in processes with one compute thread only: idle threads of OpenMP use processor time for a while after
+  each computation, and so does a host that waits for its accelerator.
 """
 
 import math
@@ -15,8 +16,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from torch import nn
 from convoy.comm.control_messages import gather
 from convoy.comm.group import Arrived, Group, Message, Pending
 from convoy.layout.layout import Split, everywhere
+from convoy.machine.accelerator import bring
 from convoy.measure.device_info import quota_cores
 from convoy.measure.layer_timer import workload
 from convoy.measure.link_probe import WireTimes
@@ -36,10 +37,8 @@ from convoy.measure.timing import (
     ColdCaches,
     Now,
     RoundTimer,
-    Workload,
     device_now,
     plain_torch,
-    queued_seconds,
     typical,
 )
 from convoy.model.graph import Graph
@@ -49,18 +48,18 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Move, Value
 from convoy.runtime.clock import Clock
 from convoy.runtime.exchange import StartedMove
-from convoy.runtime.gradients import SUM_LANE
 from convoy.runtime.module import Distributed
 from convoy.simulate.costs import FRESH_BYTES, Overheads
-from convoy.simulate.network import SHARE, QuotaNoise
 
 LAYERS, TENSORS, PEERS = (1, 9), (1, 33), (1, 5)
-"""Numbers of Linear layers, parameters and peers in two timed cases. Their difference gives the cost of one more."""
+"""Numbers of layers, parameters and peers in two timed cases. Their difference gives the cost of one more."""
 
 COPIED_BYTES = 4 << 20
 """Bytes of a timed copy: more than a core's cache, but too few for the allocator to request new pages each time."""
 
-BATCH, QUEUED, UPDATED = 2, 100, 1 << 20
+BATCH = 2
+UPDATED, ACCELERATOR_UPDATED = 1 << 20, 1 << 24
+"""Entries of a timed optimizer step. On an accelerator they are enough that the device takes longer than its host."""
 
 LOSS_ENTRIES = 1 << 22  # the most output entries that a loss is timed on; at least one sample
 
@@ -95,22 +94,17 @@ def measure_overheads(
         each_s = (many_s - few_s) / (counts[1] - counts[0])
         return each_s, few_s - counts[0] * each_s
 
-    tensor_s, _ = line(TENSORS, lambda count: _optimizer([2] * count, device))
+    tensor_s, update_none_s = line(TENSORS, lambda count: _optimizer([2] * count, device))
     step_each_s, step_none_s = line(LAYERS, lambda count: _training(count, device, core))
     peer_s, round_s = line(PEERS, lambda count: _round(count, device))
-    flatten_s, linear_s = (
-        _of_layer(kind, device, lambda work: timer.time(work).times(steady=True).both_s)
-        for kind in ("flatten", "linear")
-    )
-    queue_s = 0.0
-    if device.type != "cpu":  # autograd takes the host about as long to queue a backward
-
-        def forward_s(work: Workload) -> float:
-            return statistics.median(queued_seconds(device, QUEUED, work.forward)[1] for _ in range(5)) / QUEUED
-
-        queue_s = _of_layer("linear", device, forward_s)
-    # Each Linear has a round before it, one after it, and two parameters.
-    layer_s = max(0.0, step_each_s - linear_s - 2 * (round_s + peer_s) - 2 * tensor_s)
+    layer_s = queue_s = 0.0
+    if device.type == "cpu":
+        flatten_s, linear_s = (_layer_s(kind, timer) for kind in ("flatten", "linear"))
+        # Each Linear has a round before it, one after it, and two parameters.
+        layer_s = max(0.0, step_each_s - linear_s - 2 * (round_s + peer_s) - 2 * tensor_s)
+        step_none_s -= flatten_s + layer_s
+    else:
+        queue_s = max(0.0, step_each_s - 3 * tensor_s) / 6  # three layers and parameters, forward and backward
     each_message_s = message_s + max(0.0, peer_s) / 2  # each peer is sent a message and sends one
     x, y = (torch.zeros(COPIED_BYTES // 4, device=device) for _ in range(2))
     x_NCF = torch.zeros(16, 2, COPIED_BYTES // 64, device=device)
@@ -122,7 +116,7 @@ def measure_overheads(
         least_s = seconds(_loss((BATCH, 2), device))
         loss_s = max(0.0, sum(seconds(_loss(shape, device)) - least_s for shape in outputs)) / loss_bytes
     found = Overheads(
-        step_s=max(0.0, step_none_s - flatten_s - layer_s),
+        step_s=max(0.0, step_none_s),
         layer_s=layer_s,
         round_s=max(0.0, round_s + each_message_s - message_s * share),
         message_s=each_message_s,
@@ -133,7 +127,10 @@ def measure_overheads(
         loss_s_per_byte=loss_s,
         queue_s=queue_s,
     )
-    return found, statistics.median(processor.seconds(_optimizer([UPDATED], device), slice_s)) / UPDATED
+    updated = UPDATED if device.type == "cpu" else ACCELERATOR_UPDATED
+    # `step_s` and `update_s_per_tensor` contain the seconds of the call.
+    update_s = max(0.0, seconds(_optimizer([updated], device)) - update_none_s - tensor_s)
+    return found, update_s / updated
 
 
 def loss_shapes(graph: Graph, batch: int) -> list[tuple[int, ...]]:
@@ -163,8 +160,12 @@ def _loss(shape: Sequence[int], device: torch.device) -> Callable[[], object]:
     return work
 
 
-def _chain(layers: int) -> nn.Module:
-    return nn.Sequential(nn.Flatten(), *(nn.Linear(4, 4) for _ in range(layers)))
+def _chain(layers: int, device: torch.device) -> nn.Module:
+    if device.type == "cpu":
+        return nn.Sequential(nn.Flatten(), *(nn.Linear(4, 4) for _ in range(layers)))
+    # A host takes longer to queue a convolution or a batch norm than a Linear.
+    units = ((nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(layers))
+    return nn.Sequential(*(layer for unit in units for layer in unit), nn.Flatten())
 
 
 class _FillingClock(Clock):
@@ -180,24 +181,26 @@ class _FillingClock(Clock):
 
 
 def _training(layers: int, device: torch.device, cold: ColdCaches) -> Callable[[], object]:
-    """Return a step of `convoy.train.loop` on one of two devices, each with half of every layer's outputs.
+    """Return a step of `convoy.train.loop` on a CPU, one of two devices with half of every layer's outputs each.
 
-    It copies images, normalises them, and reads the loss (on a CPU immediately). Each layer leaves the caches cold.
+    It copies images, normalises them, and reads the loss (on a CPU immediately). Each layer leaves the caches cold. An
+    accelerator has the whole model, because the host queues a segment's layers faster than single ones.
     """
     images = torch.zeros(1024 * BATCH, 4, 1, 1, dtype=torch.uint8)
     labels = torch.zeros(len(images), dtype=torch.int64)
     mean, deviation = (torch.full((4, 1, 1), 0.5) for _ in range(2))
-    model, example = _chain(layers), torch.zeros(1, 4, 1, 1)
-    plan = named_plan("model", trace(model, example).graph, BATCH, Speeds((1.0, 1.0)))
-    part = Distributed(model, plan, _SilentGroup(0, 2, device, 1.0), example)
+    model, example = _chain(layers, device), torch.zeros(1, 4, 1, 1)
+    name, devices = ("model", 2) if device.type == "cpu" else ("data", 1)
+    plan = named_plan(name, trace(model, example).graph, BATCH, Speeds((1.0,) * devices))
+    part = Distributed(model, plan, _SilentGroup(0, devices, device, 1.0), example)
     if device.type == "cpu":
         part.use_clock(_FillingClock(device, cold))
     optimizer = torch.optim.SGD(part.parameters(), lr=0.0, momentum=0.9)
 
     def step() -> None:
         rows = torch.randint(len(images), (BATCH,))
-        x = images[rows].float().div_(255).sub_(mean).div_(deviation).to(device)
-        loss = F.cross_entropy(part(x, whole=True), labels[rows].to(device))
+        x = bring(images[rows].float().div_(255).sub_(mean).div_(deviation), device)
+        loss = F.cross_entropy(part(x, whole=True), bring(labels[rows], device))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -230,21 +233,20 @@ def _round(peers: int, device: torch.device) -> Callable[[], object]:
     return lambda: StartedMove(group, move.schedule, x, src, dst, shape).land()
 
 
-def _of_layer(kind: str, device: torch.device, measure: Callable[[Workload], float]) -> float:
-    """Measure the last layer of this kind in a chain."""
-    model = _chain(1).to(device)
-    traced = trace(model, torch.zeros(1, 4, 1, 1, device=device))
+def _layer_s(kind: str, timer: RoundTimer) -> float:
+    """Return the forward + backward seconds of the last layer of this kind in a chain."""
+    model = _chain(1, timer.clock.device)
+    traced = trace(model, torch.zeros(1, 4, 1, 1))
     layer = [layer for layer in traced.graph.layers.values() if layer.kind == kind][-1]
     size = whole_size(layer, BATCH)
     with torch.no_grad(), workload(model, traced, layer, size, (False,), backward=kind != "flatten") as work:
-        return measure(work)
+        return timer.time(work).times(steady=True).both_s
 
 
 TASK_SLICES = 2  # length of a task: 40 ms by default, about as long as a layer of the benchmark nets
-BLOCKS, TASKS, CALIBRATIONS, RESTED_TASKS, RINGS = 12, 5, 2, 2, 4
+BLOCKS, TASKS, CALIBRATIONS = 12, 5, 2
 SIDE = 96  # of the multiplied matrices; small, so that the number of products sets a task's length accurately
 MESSAGE_BYTES = 256
-RING_S, RING_BYTES = 0.01, 1 << 20  # a ring round takes the slowest NIC RING_S, but has at most RING_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,25 +282,21 @@ def find_quota(group: Group) -> Quota | None:
     return Quota(min(1.0, cores or 1.0), cores is not None)
 
 
-Blocks = dict[str, list[float]]
-"""One device's measurements, one value per block. Seconds of a task ("alone"), of a task and its exchange ("together"), of each
-task before an exchange ("tasks"); processor seconds of an exchange after computing ("calls") and at rest ("rest_calls").
-Under a quota also seconds of a task after a rest ("rested"), and of a round in a ring at rest ("ring") and while all devices
-compute ("overlapped_ring")."""
-
-
 class SyncOverhead(NamedTuple):
     """The synchronisation costs of each device.
 
     Attributes:
         jitter_s: seconds by which the device delays an exchange.
         overheads: the overheads, with round and message times scaled to exchanges that follow computation.
-        noise: the noise model of a device under a quota; None without a quota.
     """
 
     jitter_s: tuple[float, ...]
     overheads: tuple[Overheads, ...]
-    noise: tuple[QuotaNoise | None, ...]
+
+
+Blocks = defaultdict[str, list[float]]
+"""One device's measurements, one value per block. Seconds of a task ("alone"), of a task and its exchange ("together"), of each
+task before an exchange ("tasks"); processor seconds of an exchange after computing ("calls") and at rest ("rest_calls")."""
 
 
 @plain_torch(torch.float32)
@@ -308,73 +306,46 @@ def measure_sync(
     wire: WireTimes,
     overheads: Sequence[Overheads],
     slice_s: float = SLICE_S,
-    quota: Quota | None = None,
 ) -> SyncOverhead:
     """Measure the cost of synchronisation. All devices call it and get the same value.
 
     Args:
         clock: this device's clock, whose slowdown also slows the tasks.
         overheads: each device's overheads at rest.
-        quota: if given, also time tasks after rests and rounds in a ring.
 
     Raises:
         DeviceLostError: a device did not answer within the group's time limit.
     """
     if group.devices == 1:
-        return SyncOverhead((0.0,), tuple(overheads), (None,))
-    now, ring_bytes = device_now(group.torch_device), int(min(RING_BYTES, RING_S * _slowest_nic(wire)))
-    found: Blocks = defaultdict(list)
+        return SyncOverhead((0.0,), tuple(overheads))
+    now, found = device_now(group.torch_device), Blocks(list)
     task = _task(group, clock, now, slice_s)
     for block in range(BLOCKS):
         _time_block(group, found, task, now, block)
-        if quota is not None:
-            _time_noise(group, found, task, now, TASK_SLICES * slice_s, ring_bytes)
-    rows = gather(group, "synchronisation", [asdict(quota or Quota()), found])
-    return sync_overhead([each for _, each in rows], [Quota(**each) for each, _ in rows], wire, overheads, ring_bytes)
+    latency_s = max((link.latency_s for link in wire.pairs), default=0.0)
+    return sync_overhead(gather(group, "synchronisation", found), latency_s, overheads)
 
 
 def sync_overhead(
-    devices: Sequence[Blocks], quotas: Sequence[Quota], wire: WireTimes, overheads: Sequence[Overheads], ring_bytes: int
+    devices: Sequence[Mapping[str, list[float]]], latency_s: float, overheads: Sequence[Overheads]
 ) -> SyncOverhead:
-    """Compute the synchronisation costs of all devices from their measured blocks."""
+    """Compute the synchronisation costs of all devices from their measured blocks.
+
+    The delay of an exchange is charged to the device whose task times vary most, and less to others in proportion: steady
+    devices exchange in time, and a device that is often interrupted delays the others.
+    """
     costs = []
     for own, each in zip(overheads, devices, strict=True):
         rest_s = statistics.median(each.get("rest_calls", [0.0]))
         factor = max(1.0, statistics.median(each["calls"]) / rest_s) if rest_s > 0 else 1.0
         costs.append(replace(own, round_s=own.round_s * factor, message_s=own.message_s * factor))
-    # The simulator's costs of both exchanges. A device that computes moves bytes with half of its processor.
-    calls_s = max(each.calls_s(2 * (len(costs) - 1)) for each in costs)
-    exchange_s = calls_s + max((link.latency_s for link in wire.pairs), default=0.0)
-    moving_s = max(ring_bytes * (each.send_s_per_byte + each.receive_s_per_byte) / SHARE for each in wire.traffic)
-    ring_s = max(each.round_s + each.message_s for each in costs) + max(moving_s, ring_bytes / _slowest_nic(wire))
-
-    def slowest_s(name: str) -> float:
-        """Return the typical value, over blocks, of the slowest device's seconds."""
-        return typical([max(block) for block in zip(*(each[name] for each in devices), strict=True)])
-
+    exchange_s = max(each.calls_s(2 * (len(costs) - 1)) for each in costs) + latency_s  # as simulated
+    together_s = typical([max(block) for block in zip(*(each["together"] for each in devices), strict=True)])
+    late_s = together_s - max(typical(each["alone"]) for each in devices) - exchange_s
     deviations_s = [statistics.pstdev(each["tasks"]) for each in devices]
-
-    def delays_s(late_s: float) -> tuple[float, ...]:
-        """Charge the delay to the device whose task times vary most, and less to others in proportion.
-
-        Steady devices exchange in time; a device that is often interrupted delays the others.
-        """
-        most_s = max(deviations_s)
-        return tuple(late_s * each / most_s if late_s > 0 and most_s > 0 else 0.0 for each in deviations_s)
-
-    alone_s = [typical(each["alone"]) for each in devices]
-    ring_delays_s = (0.0,) * len(devices)
-    if all(each.get("ring") for each in devices):
-        ring_delays_s = delays_s(slowest_s("overlapped_ring") - max(ring_s, slowest_s("ring")))
-    noise = (
-        QuotaNoise(delay_s, max(0.0, task_s - typical(each["rested"])), 1 / quota.share) if quota.limited else None
-        for each, quota, task_s, delay_s in zip(devices, quotas, alone_s, ring_delays_s, strict=True)
-    )
-    return SyncOverhead(delays_s(slowest_s("together") - max(alone_s) - exchange_s), tuple(costs), tuple(noise))
-
-
-def _slowest_nic(wire: WireTimes) -> float:
-    return min((min(nic.send_bytes_per_s, nic.receive_bytes_per_s) for nic in wire.nics), default=math.inf)
+    most_s = max(deviations_s)
+    jitter_s = (late_s * each / most_s if late_s > 0 and most_s > 0 else 0.0 for each in deviations_s)
+    return SyncOverhead(tuple(jitter_s), tuple(costs))
 
 
 def _mean_s(now: Now, work: Callable[[], object], count: int) -> float:
@@ -388,15 +359,13 @@ def _time_block(group: Group, found: Blocks, task: Callable[[], None], now: Now,
     others = [peer for peer in range(group.devices) if peer != group.device]
     out = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=group.torch_device)
     sends, receives = [Message(d, out) for d in others], [Message(d, torch.zeros_like(out)) for d in others]
-    # With one compute thread, thread time excludes the threads that move messages.
-    computing = time.thread_time if torch.get_num_threads() == 1 else time.process_time
     computed_s = 0.0
 
     def task_and_exchange() -> None:
         nonlocal computed_s
-        begin_s, processor_s = now(), computing()
+        begin_s, processor_s = now(), time.thread_time()
         task()
-        computed_s += computing() - processor_s
+        computed_s += time.thread_time() - processor_s
         found["tasks"].append(now() - begin_s)
         group.exchange(sends, receives)
 
@@ -405,35 +374,12 @@ def _time_block(group: Group, found: Blocks, task: Callable[[], None], now: Now,
     group.agree(f"tasks with exchanges {block}", "")
     processor_s = time.process_time()
     found["together"].append(_mean_s(now, task_and_exchange, TASKS))
-    found["calls"].append((time.process_time() - processor_s - computed_s) / TASKS)
+    calls_s = (time.process_time() - processor_s - computed_s) / TASKS
     group.agree(f"exchanges {block}", "")
-    found["rest_calls"].append(_mean_s(time.process_time, lambda: group.exchange(sends, receives), TASKS))
-
-
-def _time_noise(
-    group: Group, found: Blocks, task: Callable[[], None], now: Now, rest_s: float, ring_bytes: int
-) -> None:
-    group.agree("tasks after rests", "")
-    rested_s = 0.0
-    for _ in range(RESTED_TASKS):
-        time.sleep(rest_s)
-        rested_s += _mean_s(now, task, 1) / RESTED_TASKS
-    found["rested"].append(rested_s)
-    if group.lanes <= SUM_LANE:
-        return
-    out, into = (torch.zeros(max(1, ring_bytes), dtype=torch.uint8, device=group.torch_device) for _ in range(2))
-    sends = [Message((group.device + 1) % group.devices, out)]
-    receives = [Message((group.device - 1) % group.devices, into)]
-    for name in ("ring", "overlapped_ring"):
-        group.agree("rounds in a ring", "")
-        # In a separate thread, like gradient sums. Every wait in it has the group's time limit.
-        with ThreadPoolExecutor(1, thread_name_prefix="convoy-rings") as pool:
-            future = pool.submit(
-                _mean_s, time.perf_counter, lambda: group.start(sends, receives, SUM_LANE).wait(), RINGS
-            )
-            while name == "overlapped_ring" and not future.done():
-                task()
-            found[name].append(future.result())
+    rest_s = _mean_s(time.process_time, lambda: group.exchange(sends, receives), TASKS)
+    if group.torch_device.type == "cpu" and torch.get_num_threads() == 1:
+        found["calls"].append(calls_s)
+        found["rest_calls"].append(rest_s)
 
 
 def _task(group: Group, clock: Clock, now: Now, slice_s: float) -> Callable[[], None]:

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import psutil  # type: ignore[import-untyped]
 import torch
+from torch import nn
 
 from convoy.machine.accelerator import finish, queued
+from convoy.model.graph import Layer
 from convoy.runtime.clock import Clock
 from convoy.runtime.kernels import Arithmetic
 
@@ -183,12 +185,19 @@ class RoundTimer:
         self.now = now or device_now(clock.device)
         # In a step the host runs ahead of an accelerator. Waiting for each call would add the host's time, which made the
         # predicted step of a ResNet-18 on an H200 three times too long. See also `Overheads.queue_s`.
-        self._queues = clock.device.type != "cpu" and clock.slowdown == 1
+        self._queues = clock.device.type != "cpu"
+        self._empty_s: tuple[float, float] | None = None if self._queues else (0.0, 0.0)
         self.cold = ColdCaches(clock.device, self.now, LAYERS_BYTES) if cold and clock.device.type == "cpu" else None
 
     def time(self, work: Workload, timing: Timing | None = None, rounds: int = ROUNDS) -> Timing:
         """Time at least this many rounds of a workload, and add them to `timing`."""
         timing, slice_s = timing or Timing(), self.slice_s
+        if self._empty_s is None:
+            # Autograd's calls and threads take the host time once a layer here, and once a segment in a step. A device that
+            # waits for its host would show this time.
+            self._empty_s = 0.0, 0.0
+            rows = [self._round(_empty_layer(self.clock.device), MOST_QUEUED, MOST_QUEUED, None) for _ in range(ROUNDS)]
+            self._empty_s = statistics.median(row[0] for row in rows), statistics.median(row[1] for row in rows)
         cold = self.cold if work.held_bytes >= CORE_BYTES else None
         held_bytes = HELD_BYTES if self.clock.device.type == "cpu" else ACCELERATOR_HELD_BYTES
         most = MOST_QUEUED if self._queues else MOST_CALLS
@@ -210,11 +219,12 @@ class RoundTimer:
         while True:
             forwards = calls(timing.forward_s, first[0], most)
             backwards = calls(timing.backward_s, first[1], most_backward)
+            begin_s = self.now()
             forward_s, backward_s = self._round(work, forwards, backwards, cold)
             timing.forward_s.append(forward_s)
             timing.backward_s.append(backward_s)
             done += 1
-            spent_s += forwards * (forward_s + fill_s) + backwards * (backward_s + fill_s)
+            spent_s += self.now() - begin_s  # on an accelerator mostly the work before the timed calls
             is_long = spent_s >= LONG * slice_s and len(timing.rounds_s) >= 2
             if is_long or done >= MOST_ROUNDS or (done >= rounds and spent_s >= rounds * slice_s):
                 return timing
@@ -247,14 +257,18 @@ class RoundTimer:
                 backward_s = self._mean_s(work.name, backward, backwards, gradients, cold)
             if attempt == MOST_FRESH or _resident_bytes() - resident_bytes < FRESH_BYTES:
                 break
-        return forward_s, backward_s
+        assert self._empty_s is not None
+        return max(0.0, forward_s - self._empty_s[0]), max(0.0, backward_s - self._empty_s[1])
 
     def _mean_s(
         self, name: str, call: Callable[[], None], count: int, made: Iterable[Any], cold: ColdCaches | None
     ) -> float:
         if self._queues:
             _, host_s = queued_seconds(self.clock.device, 1, call)
-            return queued_seconds(self.clock.device, count, call, min(2 * host_s * count, MOST_PLUG_S))[0] / count
+            device_s, _ = queued_seconds(self.clock.device, count, call, min(2 * host_s * count, MOST_PLUG_S))
+            # As in a step, a slowed device is idle in between: other processes may use the same accelerator.
+            time.sleep((self.clock.slowdown - 1) * device_s)
+            return self.clock.slowdown * device_s / count
         now = cold.now if cold else self.now
         start_s = now()
         for _ in range(count):
@@ -263,6 +277,13 @@ class RoundTimer:
             with self.clock.compute(name, "measure"):
                 call()
         return (now() - start_s) / count
+
+
+def _empty_layer(device: torch.device) -> Workload:
+    """Return a layer without kernels."""
+    x = torch.zeros(1, device=device)
+    run = Arithmetic(nn.Module(), Layer("empty", "flatten", (), (1,)), lambda inputs, _: inputs[0].view(1))
+    return Workload("empty", run, [x], 1, (True,), x, 0)
 
 
 MOST_QUEUED = 100  # calls queued together, at most: an accelerator's queue holds about a thousand kernels

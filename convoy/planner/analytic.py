@@ -275,8 +275,8 @@ class CostModel:
         phases = 2 if layer.name in self.trains else 1
         kind = self.alike[device]
         overhead = self.costs.overhead(kind)
-        seconds = self._arithmetic_s(layer, kind, size) + phases * overhead.layer_s / 2
-        seconds = max(seconds, phases * overhead.queue_s)
+        host_s = phases * (overhead.queue_s or overhead.layer_s / 2)
+        seconds = overhead.joined_s(self._arithmetic_s(layer, kind, size), host_s)
         if layer.name in self.losses and self.request.outputs == "where-computed":
             # Otherwise every device computes the loss of the global batch in any plan.
             seconds += overhead.loss_s((size.samples * math.prod(layer.shape),), self.costs.itemsize)

@@ -15,6 +15,7 @@ from convoy.plan.device_program import whole_size
 from convoy.plan.lower import trains
 from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.presets import AUTO, Speeds, named_plan
+from convoy.plan.steps import Phase
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.simulate.costs import Costs
 from convoy.simulate.memory import MemoryLimits, optimizer_named
@@ -109,18 +110,16 @@ class PlanRequest:
         graph, costs, trained_layers = self.graph, self.costs, trains(self.graph)
         trained = {p.key: p.entries for layer in graph.layers.values() for p in layer.trainable}
         overhead = costs.overhead(device)
-        update_s = sum(trained.values()) * costs.update_s(device) + len(trained) * overhead.update_s_per_tensor
-        seconds = overhead.layer_s + update_s / self.micro_batches + overhead.step_s
-        for layer in graph.layers.values():
-            if layer.kind == "input":
-                continue
+        device_s = sum(trained.values()) * costs.update_s(device) / self.micro_batches
+        host_s = overhead.layer_s + len(trained) * overhead.update_s_per_tensor / self.micro_batches + overhead.step_s
+        for layer in (each for each in graph.layers.values() if each.kind != "input"):
+            phases: tuple[Phase, ...] = ("forward", "backward") if layer.name in trained_layers else ("forward",)
             size = whole_size(layer, self.batch)
-            seconds += costs.times.seconds(device, layer, "forward", size)
-            if layer.name in trained_layers:
-                seconds += costs.times.seconds(device, layer, "backward", size)
-                if layer.name in graph.outputs and layer.batched:
-                    seconds += overhead.loss_s((self.batch * math.prod(layer.shape),), costs.itemsize)
-        return seconds
+            device_s += sum(costs.times.seconds(device, layer, phase, size) for phase in phases)
+            host_s += len(phases) * overhead.queue_s
+            if len(phases) == 2 and layer.name in graph.outputs and layer.batched:
+                device_s += overhead.loss_s((self.batch * math.prod(layer.shape),), costs.itemsize)
+        return overhead.joined_s(device_s, host_s)
 
     def named(self, name: str) -> Plan:
         """Return a plan by name, with the request's options."""

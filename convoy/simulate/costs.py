@@ -80,8 +80,8 @@ class Overheads:
         fresh_s_per_byte: for new memory, which the kernel maps page by page: tensors larger than `FRESH_BYTES`.
         update_s_per_tensor: the optimizer's seconds per parameter tensor, in addition to those per entry.
         loss_s_per_byte: for the loss and its gradient, per byte of the outputs.
-        queue_s: for an accelerator's host to queue one layer's forward or backward. The host runs ahead of the device, so a
-            segment takes the longer of both. 0 on a CPU.
+        queue_s: for an accelerator's host to queue one layer's forward or backward; it replaces `layer_s`. 0 on a CPU. See
+            `joined_s`.
     """
 
     step_s: float = 0.0
@@ -94,6 +94,14 @@ class Overheads:
     update_s_per_tensor: float = 0.0
     loss_s_per_byte: float = 0.0
     queue_s: float = 0.0
+
+    def joined_s(self, device_s: float, host_s: float) -> float:
+        """Return the seconds of work that takes a device and its host these seconds.
+
+        Calls to Python and torch (`step_s`, `layer_s`, `queue_s`, calls of rounds, `update_s_per_tensor`) are the host's. The
+        host of an accelerator runs ahead, so both work at once. A CPU does one after the other.
+        """
+        return max(device_s, host_s) if self.queue_s else device_s + host_s
 
     def calls_s(self, messages: int) -> float:
         """Return the seconds of calls in a round with this number of messages, sent and received."""

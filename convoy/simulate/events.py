@@ -4,8 +4,7 @@ A device has two concurrent lanes: its main program and its gradient sums. A com
 A message starts when its sender is ready, waits for the link's latency, and shares NICs with all other messages. Messages
 from one device to another use one connection, one at a time. The system buffers messages: the sender continues at once if a
 message fits into the send buffer, and a message may arrive before its receiver asks for it. Messages and computations share
-the device's processor. A device enters an exchange late, by its jitter, unless it has just waited. Under a CPU quota, a device
-saves quota while it rests.
+the device's processor. A device enters an exchange late, by its jitter, unless it has just waited.
 """
 
 import heapq
@@ -15,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from convoy.simulate.network import SHARE, Network, QuotaNoise, rates
+from convoy.simulate.network import SHARE, Network, rates
 
 Activity = Literal["compute", "send", "receive", "wait"]
 
@@ -83,13 +82,13 @@ class Work:
     """A computation that occupies the lane for `seconds`, or longer if the processor is shared.
 
     Attributes:
-        is_layer: whether saved CPU quota speeds it up. (For other computations the jitter includes this effect.)
+        host_s: seconds in which an accelerator's host queues it.
     """
 
     step: int
     label: str
     seconds: float
-    is_layer: bool = False
+    host_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,28 +158,6 @@ class _Message:
     start_s: float = 0.0
 
 
-class _SavedQuota:
-    """The CPU quota that one device saves while it rests."""
-
-    def __init__(self, noise: QuotaNoise) -> None:
-        self._noise, self._saved_s = noise, 0.0
-        self._idle_since_s: float | None = 0.0
-
-    def rest(self, now_s: float) -> None:
-        self._idle_since_s = now_s
-
-    def wake(self, now_s: float) -> None:
-        if self._idle_since_s is not None:
-            self._saved_s = min(self._noise.rested_s, self._saved_s + now_s - self._idle_since_s)
-            self._idle_since_s = None
-
-    def spend(self, seconds: float) -> float:
-        """Return the duration of a computation of `seconds` at mean speed. Use up saved quota, which makes it faster."""
-        gained_s = min(self._saved_s, seconds * (1.0 - 1.0 / self._noise.burst))
-        self._saved_s -= gained_s
-        return seconds - gained_s
-
-
 class _Play:
     """The state of one simulation. Simultaneous events are handled in a fixed order."""
 
@@ -204,7 +181,6 @@ class _Play:
         self.events: list[Event] = []
         self.compute_s, self.exchange_s = [0.0] * len(programs), [0.0] * len(programs)
         self.resumed_s = [0.0] * len(programs)  # end of each device's last wait
-        self.saved = {device: _SavedQuota(noise) for device, noise in enumerate(network.noise) if noise is not None}
         self.now = 0.0
         self.ready: deque[tuple[int, int]] = deque((d, lane) for d in range(len(programs)) for lane in (MAIN, SUMS))
 
@@ -221,8 +197,6 @@ class _Play:
             for device, number in [p for p, left in self.works.items() if left <= 0.0]:
                 del self.works[device, number]
                 self._computed(device, number, self.now)
-                if device in self.saved and (device, MAIN + SUMS - number) not in self.works:
-                    self.saved[device].rest(self.now)
                 self.ready.append((device, number))
             while self.starts and self.starts[0][0] <= self.now + 1e-15:
                 self._flow(heapq.heappop(self.starts)[2])
@@ -308,13 +282,10 @@ class _Play:
     def _row_s(self, lane: _Lane) -> list[float]:
         """Return `_Lane.left_s`, followed by the seconds of all these computations."""
         seconds = []
-        saved = self.saved.get(lane.device)
-        if saved is not None:
-            saved.wake(self.now)
         for work in itertools.islice(lane.items, lane.at, None):
             if not isinstance(work, Work):
                 break
-            seconds.append(work.seconds if saved is None or not work.is_layer else saved.spend(work.seconds))
+            seconds.append(work.seconds)
         return list(itertools.accumulate(reversed(seconds), initial=0.0))
 
     def _computed(self, device: int, number: int, at_s: float) -> None:
@@ -381,13 +352,10 @@ class _Play:
     def _late_s(self, device: int, number: int) -> float:
         """Return the delay of a device at a round.
 
-        That is the jitter, but at most the time since the device's last wait, minus the current wait. For a sum during
-        computing, it is the delay of the noise model.
+        That is the jitter, but at most the time since the device's last wait, minus the current wait. A sum during computing is
+        not late.
         """
-        if number == SUMS and (device, MAIN) in self.works:
-            noise = self.network.noise[device] if self.network.noise else None
-            return 0.0 if noise is None else noise.overlap_delay_s
-        if not self.network.jitter_s:
+        if not self.network.jitter_s or (number == SUMS and (device, MAIN) in self.works):
             return 0.0
         lane = self.lanes[device][MAIN]
         worked_until_s = lane.since_s if lane.missing else self.now

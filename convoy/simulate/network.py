@@ -2,35 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict, Field, Strict
 
 from convoy.fleet import WITHIN_HOST, Fleet, Nic
-from convoy.fleet.file import CLOSED, MOST
 
 SHARE = 0.5
 """The most of a processor that messages get while it also computes: two runnable threads take turns."""
-
-
-@dataclass(frozen=True, slots=True)
-class QuotaNoise:
-    """The measured noise of one device under a CPU quota: an emulated host, or a container with a CPU limit.
-
-    The kernel lets it run at full speed, then pauses it until the next period. Other devices have no noise.
-
-    Attributes:
-        overlap_delay_s: extra seconds of a gradient sum's round while the device computes.
-        rested_s: the most seconds that a device gains after a rest, by using saved quota.
-        burst: its speed while it uses saved quota, as a multiple of its mean speed.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
-    overlap_delay_s: Annotated[float, Strict(), Field(ge=0, le=1e9)] = 0.0
-    rested_s: Annotated[float, Strict(), Field(ge=0, le=1e9)] = 0.0
-    burst: Annotated[float, Strict(), Field(ge=1, le=MOST)] = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +25,6 @@ class Network:
         processor_s_per_byte: processor seconds of each device per byte sent or received.
         jitter_s: by device, its mean delay at an exchange after computing; empty if not measured. See
             `convoy.measure.overhead_probe`.
-        noise: the noise of each device, None without a CPU quota; empty if no device has a quota.
         segment: index of each host's network segment, -1 without one; empty if the fleet has no segments.
         uplink_send_bytes_per_s, uplink_receive_bytes_per_s: rates of each segment's uplink, shared by all its messages.
         largest_latency_s: the largest latency between two devices.
@@ -60,7 +38,6 @@ class Network:
     pair_bytes_per_s: tuple[tuple[float, ...], ...]
     processor_s_per_byte: tuple[float, ...]
     jitter_s: tuple[float, ...] = ()
-    noise: tuple[QuotaNoise | None, ...] = ()
     segment: tuple[int, ...] = ()
     uplink_send_bytes_per_s: tuple[float, ...] = ()
     uplink_receive_bytes_per_s: tuple[float, ...] = ()

@@ -112,7 +112,28 @@ class _Pricer:
             main += self._lane(operations)
             if phase == "forward":
                 main += self._loss()
-        return [*main, *self._finish(kept)], list(self._lane(self.source.sums))
+        return self._behind_host([*main, *self._finish(kept)]), self._behind_host(list(self._lane(self.source.sums)))
+
+    def _behind_host(self, items: list[Item]) -> list[Item]:
+        """Where an accelerator's host takes longer than the device between two waits, delay the first of these computations.
+
+        The host runs ahead into the next step, so the computations after the last wait and before the first one are one run.
+        """
+        if not self.overhead.queue_s:
+            return items
+        runs: list[list[int]] = [[]]
+        for index, item in enumerate(items):
+            if isinstance(item, Await):
+                runs.append([])
+            elif isinstance(item, Work):
+                runs[-1].append(index)
+        runs[0] += runs.pop() if len(runs) > 1 else []
+        for run in filter(None, runs):
+            works = [item for index in run if isinstance(item := items[index], Work)]
+            device_s = sum(work.seconds for work in works)
+            waits_s = self.overhead.joined_s(device_s, sum(work.host_s for work in works)) - device_s
+            items[run[0]] = replace(works[0], seconds=works[0].seconds + waits_s)
+        return items
 
     def _loss(self) -> Iterable[Item]:
         """Yield the items of the loss and its gradient; with local outputs, also the sum of the devices' losses."""
@@ -193,22 +214,16 @@ class _Pricer:
         return Await(step, self.labels[step], frozenset(keys))
 
     def _segment(self, fused: ops.Fused) -> Iterable[Item]:
-        """Yield the layers of a segment. The first layer includes Python's time, and the wait for a host that queues slowly."""
+        """Yield the layers of a segment. The first layer includes Python's time on a CPU."""
         called = True
         rest: list[Operation] = []
-        waits_s = 0.0
-        if self.overhead.queue_s:
-            layers = [inner for inner in fused.operations if isinstance(inner, ops.Compute)]
-            device_s = sum(self._computation(inner, called=False).seconds for inner in layers)
-            waits_s = max(0.0, len(layers) * self.overhead.queue_s - device_s)
         for inner in fused.operations:
             if not isinstance(inner, ops.Compute):
                 rest.append(inner)
                 continue
             if rest:
                 yield from self._lane(rest)
-            work = self._computation(inner, called=called)
-            yield replace(work, seconds=work.seconds + waits_s) if called else work
+            yield self._computation(inner, called=called)
             called, rest = False, []
         yield from self._lane(rest)
 
@@ -218,14 +233,20 @@ class _Pricer:
         layer = self.graph[operation.layer]
         part = operation.part if operation.part in ("input", "weight") else "all"
         seconds = self.costs.times.seconds(self.device, layer, operation.phase, operation.size, part)  # type: ignore[arg-type]
-        if called and not self.overhead.queue_s and (operation.rows is None or operation.rows[0] == 0):
-            seconds += self.overhead.layer_s / (2 if part == "all" else 4)
-        return Work(operation.step, label, seconds, is_layer=True)
+        parts, host_s = 1 if part == "all" else 2, 0.0
+        if self.overhead.queue_s:
+            host_s = self.overhead.queue_s / parts
+        elif called and (operation.rows is None or operation.rows[0] == 0):
+            host_s = self.overhead.layer_s / 2 / parts
+        return self._work_of(operation.step, label, seconds, host_s)
+
+    def _work_of(self, step: int, label: str, seconds: float, host_s: float) -> Work:
+        return Work(step, label, seconds, host_s) if self.overhead.queue_s else Work(step, label, seconds + host_s)
 
     def _work(self, step: int, around: Handling, calls_s: float = 0.0) -> Iterable[Item]:
-        seconds = calls_s + (0.0 if around is NOTHING else self.overhead.handling_s(around, self.costs.itemsize))
-        if seconds:
-            yield Work(step, f"{self.labels[step]} copies", seconds)
+        seconds = 0.0 if around is NOTHING else self.overhead.handling_s(around, self.costs.itemsize)
+        if seconds or calls_s:
+            yield self._work_of(step, f"{self.labels[step]} copies", seconds, calls_s)
 
     def _finish(self, kept: Sequence[tuple[Layout, Parameter]]) -> Iterable[Item]:
         held = [held_entries(how, self.device, p.shape) for how, p in kept if holds(how, self.device)]
@@ -234,11 +255,15 @@ class _Pricer:
         own = sum((Handling(copied=sum(o.sizes), made=o.sizes) for o in copied), NOTHING)
         # Images become floats, normalised in place: about the memory traffic of two copies.
         loaded = Handling(copied=2 * sum(held_entries(v.layout, self.device, v.shape) for v in self.steps.inputs))
-        rest_s = self.overhead.step_s + self.overhead.handling_s(own + loaded, self.costs.itemsize)
-        update_s = sum(held) * self.costs.update_s(self.device) + len(held) * self.overhead.update_s_per_tensor
+        loaded_s = self.overhead.handling_s(own + loaded, self.costs.itemsize)
+        update_s = self.steps.sums * sum(held) * self.costs.update_s(self.device)
+        tensors_s = self.steps.sums * len(held) * self.overhead.update_s_per_tensor
         adding = Handling(added=sum(held), made=tuple(held)) if self.steps.adds else NOTHING
         adding_s = self.overhead.handling_s(adding, self.costs.itemsize)
-        rows = (adding_s, "gradients added"), (update_s * self.steps.sums, "optimizer"), (rest_s, "batch and loss")
-        for seconds, label in rows:
-            if seconds:
-                yield Work(len(self.steps.steps), label, seconds)
+        for label, seconds, host_s in (
+            ("gradients added", adding_s, 0.0),
+            ("optimizer", update_s, tensors_s),
+            ("batch and loss", loaded_s, self.overhead.step_s),
+        ):
+            if seconds or host_s:
+                yield self._work_of(len(self.steps.steps), label, seconds, host_s)

@@ -33,7 +33,7 @@ from convoy.plan.device_program import LocalSize
 from convoy.simulate.compute import ComputeTimes, Correction, Grid, LayerTimes, MeasuredTimes, Rate, Roofline
 from convoy.simulate.costs import Costs, Overheads
 from convoy.simulate.interval import OTHER_NET, Errors, of_repeats, together
-from convoy.simulate.network import QuotaNoise, network_of
+from convoy.simulate.network import network_of
 
 FORMAT = 2
 """The file format's version. Format 1 is refused: it lacks overheads and shared statistics, so predictions were too low."""
@@ -84,7 +84,6 @@ class DeviceCosts:
         flop_per_s, memory_bytes_per_s: speeds reached in weighted layers, and in all others; 0: unknown.
         process_bytes: resident memory of the process before training, without the model; 0: unknown.
         measured_w, measured_by: keys of older files, unused.
-        noise: the noise model; None without a CPU quota.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
@@ -111,7 +110,6 @@ class DeviceCosts:
     loss_s_per_byte: Seconds = 0.0
     queue_s: Seconds = 0.0
     process_bytes: Annotated[int, Strict(), Field(ge=0, le=2**50)] = 0
-    noise: QuotaNoise | None = None
 
     @property
     def processor_s_per_byte(self) -> float:
@@ -224,8 +222,6 @@ class Measurement:
         network = network_of(
             self.fleet, [row.processor_s_per_byte for row in rows], tuple(row.jitter_s for row in rows)
         )
-        if any(row.noise for row in rows):
-            network = replace(network, noise=tuple(row.noise for row in rows))
         names = [field.name for field in fields(Overheads)]
         return Costs(
             times=times,
@@ -328,7 +324,8 @@ class Measurement:
             name: value for name, value in measured.items() if name not in ("format", "host")
         }  # "host": older files
         if isinstance(devices := rows.get("device"), list):
-            rows["device"] = [_with_noise(row) for row in devices]
+            known = [row.items() if isinstance(row, dict) else () for row in devices]
+            rows["device"] = [{name: value for name, value in row if name not in _OLD_KEYS} for row in known]
         try:
             return fleet, TypeAdapter(cls).validate_python(rows | {"fleet": fleet})
         except ValidationError as error:
@@ -357,31 +354,18 @@ def read_fleet_file(path: Path) -> tuple[Fleet, Measurement | None]:
     return Measurement._from_sections(parse_toml(text, str(path)), str(path))
 
 
-_SECTIONS: Mapping[str, type[Any]] = {
-    "device": DeviceCosts, "layer": LayerPoint, "link": LinkSpread, "noise": QuotaNoise
-}  # fmt: skip
-_OLD_NOISE = {"beside_s": "overlap_delay_s", "rested_s": "rested_s", "burst": "burst"}
-"""Old keys of the noise model, from files that had no table for it, and their current names."""
+_SECTIONS: Mapping[str, type[Any]] = {"device": DeviceCosts, "layer": LayerPoint, "link": LinkSpread}
+_OLD_KEYS = frozenset({"noise", "beside_s", "rested_s", "burst"})
+"""Keys of older files about devices with a CPU quota, unused."""
 
 
-def _with_noise(row: Any) -> Any:
-    """Move old keys of the noise model into its table."""
-    if not isinstance(row, dict) or not row.keys() & _OLD_NOISE.keys():
-        return row
-    noise = {new: row[old] for old, new in _OLD_NOISE.items() if old in row}
-    kept = {name: value for name, value in row.items() if name not in _OLD_NOISE}
-    return kept if QuotaNoise(**noise) == QuotaNoise() else kept | {"noise": noise}
-
-
-def _row(value: DeviceCosts | LinkSpread | LayerPoint | QuotaNoise) -> str:
+def _row(value: DeviceCosts | LinkSpread | LayerPoint) -> str:
     # Omit False and None: they are defaults, and frequent.
     named = [(field.name, getattr(value, field.name)) for field in fields(value)]
     return ", ".join(f"{name} = {_literal(each)}" for name, each in named if each is not False and each is not None)
 
 
-def _literal(value: str | int | float | QuotaNoise) -> str:
-    if isinstance(value, QuotaNoise):
-        return f"{{ {_row(value)} }}"
+def _literal(value: str | int | float) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     # tomlkit takes seconds to write a document of thousands of rows.

@@ -1,24 +1,21 @@
-"""Synchronisation overhead of computing devices, and the noise model of devices under a CPU quota."""
+"""Synchronisation overhead of computing devices, and CPU quotas."""
 
 import time
-from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from convoy.comm.group import AloneGroup, Group
-from convoy.errors import DeviceLostError
 from convoy.measure import overhead_probe
 from convoy.measure.link_probe import Traffic, WireTimes
-from convoy.measure.overhead_probe import Blocks, Quota, SyncOverhead, find_quota, measure_sync, sync_overhead
+from convoy.measure.overhead_probe import Quota, SyncOverhead, find_quota, measure_sync, sync_overhead
 from convoy.runtime.clock import Clock
 from convoy.simulate.costs import Overheads
-from convoy.simulate.network import QuotaNoise
 from tests.support.threads import run_on_threads
 
 CPU = torch.device("cpu")
-FREE = Quota()
 
 
 def wire_of(devices: int) -> WireTimes:
@@ -26,14 +23,14 @@ def wire_of(devices: int) -> WireTimes:
     return WireTimes((), (), (Traffic(0.0, 0.0),) * devices)
 
 
-def blocks(alone_s: float, together_s: float, tasks_s: Sequence[float]) -> Blocks:
+def blocks(alone_s: float, together_s: float, tasks_s: Sequence[float]) -> dict[str, list[float]]:
     return {"alone": [alone_s] * 5, "together": [together_s] * 5, "tasks": list(tasks_s)}
 
 
-def jitter_of(devices: Sequence[Blocks], exchange_s: float = 0.0) -> tuple[float, ...]:
+def jitter_of(devices: Sequence[dict[str, list[float]]], exchange_s: float = 0.0) -> tuple[float, ...]:
     # Of two devices each sends and receives one message: a round and another message.
     costs = [Overheads(round_s=exchange_s)] * len(devices)
-    return sync_overhead(devices, [FREE] * len(devices), wire_of(len(devices)), costs, 0).jitter_s
+    return sync_overhead(devices, 0.0, costs).jitter_s
 
 
 def test_jitter_is_time_beyond_slowest_device_and_exchange() -> None:
@@ -58,7 +55,7 @@ def test_single_interrupted_block_is_ignored() -> None:
 def test_single_device_has_no_sync_overhead() -> None:
     cost = Overheads(round_s=0.1)
     found = measure_sync(AloneGroup(CPU), Clock(CPU), wire_of(1), [cost], slice_s=1e-6)
-    assert found == SyncOverhead((0.0,), (cost,), (None,))
+    assert found == SyncOverhead((0.0,), (cost,))
 
 
 def test_calls_after_computing_cost_more_than_at_rest() -> None:
@@ -67,9 +64,34 @@ def test_calls_after_computing_cost_more_than_at_rest() -> None:
     dearer = plain | {"calls": [0.002, 0.002, 9.0], "rest_calls": [0.0005, 0.0005, 0.7]}
     cheaper = plain | {"calls": [0.0001] * 3, "rest_calls": [0.0005] * 3}
     costs = [Overheads(step_s=1.0, round_s=0.01, message_s=0.02)] * 3
-    found = sync_overhead([dearer, plain, cheaper], [FREE] * 3, wire_of(3), costs, 0).overheads
+    found = sync_overhead([dearer, plain, cheaper], 0.0, costs).overheads
     assert (found[0].step_s, found[0].round_s, found[0].message_s) == pytest.approx((1.0, 0.04, 0.08))
     assert found[1:] == (costs[1], costs[2])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_all_devices_time_the_same_exchanges(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """After each task and at rest. Idle OpenMP threads use processor time after a task, so with them calls are not compared:
+    on 16 cores they seemed to make the calls of a round take 28 ms."""
+    monkeypatch.setattr(overhead_probe, "BLOCKS", 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    costs, blocks = [Overheads(round_s=0.1)] * 3, overhead_probe._time_block
+    times: list[dict[str, list[float]]] = []
+
+    def noted(group: Group, found: Any, *given: Any) -> None:
+        blocks(group, found, *given)
+        times.append(found)
+
+    monkeypatch.setattr(overhead_probe, "_time_block", noted)
+
+    def work(group: Group) -> tuple[SyncOverhead, int]:
+        return measure_sync(group, Clock(CPU), wire_of(3), costs, 1e-6), sum(group.sent_bytes)
+
+    rows = run_on_threads(3, work, timeout_s=30.0)
+    assert [sent for _, sent in rows] == [2 * 2 * 2 * overhead_probe.TASKS * overhead_probe.MESSAGE_BYTES] * 3
+    assert all(found == rows[0][0] for found, _ in rows)
+    assert all(("calls" in each) == (threads == 1) for each in times)
+    assert threads == 1 or list(rows[0][0].overheads) == costs
 
 
 # --- under a quota -----------------------------------------------------------------------------------------------------
@@ -91,7 +113,7 @@ def test_quota_gives_a_clock_without_its_pauses(monkeypatch: pytest.MonkeyPatch)
     assert now is not None
     assert now() == 12.0
     assert quota.clock(2.0) is None
-    assert FREE.clock(1.0) is None
+    assert Quota().clock(1.0) is None
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert quota.clock(1.0) is None
 
@@ -102,45 +124,3 @@ def test_cpu_contention_slows_a_device() -> None:
     assert quota.contention(10.0, 7.5, 1.0) == pytest.approx(0.8 / 0.75)
     assert quota.contention(10.0, 9.0, 1.0) == 1.0, "short rounds begin with a whole quota"
     assert quota.contention(10.0, 4.0, 2.0) == 1.0, "other programs had half of the machine"
-
-
-def test_noise_model_by_hand() -> None:
-    """Tasks take 40 ms, after a rest 32. A round of a sum takes 30 ms during computing, 10 at rest; its price is 13: it is 17
-    late. The device that varies most is charged with all of it, the other in proportion; one without a quota has no noise."""
-    rings = {"rested": [0.032] * 5, "ring": [0.010] * 5, "overlapped_ring": [0.030] * 5}
-    first = blocks(0.04, 0.04, (0.03, 0.05)) | rings
-    second = blocks(0.04, 0.04, (0.035, 0.045)) | rings | {"overlapped_ring": [0.028] * 5}
-    quotas = [FREE, Quota(0.25, limited=True)]
-    nothing, noise = sync_overhead([first, second], quotas, wire_of(2), [Overheads(round_s=0.013)] * 2, 0).noise
-    assert nothing is None
-    assert isinstance(noise, QuotaNoise)
-    assert (noise.overlap_delay_s, noise.rested_s, noise.burst) == pytest.approx((0.0085, 0.008, 4.0))
-
-
-@pytest.mark.parametrize("quota", [None, Quota(0.5, limited=True)])
-def test_all_devices_time_the_same_exchanges(monkeypatch: pytest.MonkeyPatch, quota: Quota | None) -> None:
-    """After each task and at rest; under a quota also rings, on the lane of gradient sums."""
-    monkeypatch.setattr(overhead_probe, "BLOCKS", 2)
-
-    def work(group: Group) -> tuple[SyncOverhead, int]:
-        found = measure_sync(group, Clock(CPU), wire_of(3), [Overheads()] * 3, 1e-6, quota)
-        return found, sum(group.sent_bytes)
-
-    rows = run_on_threads(3, work, timeout_s=30.0)
-    exchanges = 2 * 2 * 2 * overhead_probe.TASKS * overhead_probe.MESSAGE_BYTES
-    rings = 0 if quota is None else 2 * 2 * overhead_probe.RINGS * overhead_probe.RING_BYTES
-    assert [sent for _, sent in rows] == [exchanges + rings] * 3
-    assert all(found == rows[0][0] for found, _ in rows)
-    assert all((each is None) == (quota is None) for each in rows[0][0].noise)
-
-
-def test_error_on_the_ring_thread_is_raised() -> None:
-    class Lost(AloneGroup):
-        lanes = 2
-
-        def start(self, *_: object) -> None:  # type: ignore[override]
-            raise DeviceLostError(1, "device 1 was lost")
-
-    group = Lost(CPU)
-    with pytest.raises(DeviceLostError, match="device 1 was lost"):
-        overhead_probe._time_noise(group, defaultdict(list), lambda: None, time.perf_counter, 0.0, 64)

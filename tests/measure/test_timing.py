@@ -11,6 +11,7 @@ from torch import Tensor
 from convoy.measure import overhead_probe, timing
 from convoy.measure.timing import RoundTimer, Timing, Workload
 from convoy.runtime.clock import Clock
+from convoy.simulate.costs import Overheads
 
 CPU = torch.device("cpu")
 QUICK_S = 1e-4
@@ -136,21 +137,14 @@ def test_layer_without_gradient_has_no_backward_time() -> None:
     assert times.forward_s == pytest.approx(1e-3)
 
 
-def test_overhead_is_step_time_minus_layer_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device whose step takes 100 ms, and 20 for each layer with its two rounds and its two tensors.
-
-    Flatten takes 1 ms, the Linear 2, the optimizer 3 for each tensor. A round takes 1 ms and 0.4 for each peer, of whom each
-    sends and is sent a message; the processor takes 0.7 ms for one, of which a latency holds a half. A layer: 20 less the
-    Linear's 2, two rounds with one peer (2.8) and two tensors (6).
-    """
+def scripted_overheads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tuple[Overheads, float]:
+    """Return the overheads of a device with the times of the next two tests."""
     processor = Processor()
 
-    def taking(seconds: Callable[[int], float]) -> Callable[..., Callable[[], None]]:
+    def taking(seconds: Callable[[Any], float]) -> Callable[..., Callable[[], None]]:
         def build(count: Any, *_: Any) -> Callable[[], None]:
-            each_s = seconds(count if isinstance(count, int) else 0)
-
             def work() -> None:
-                processor.used_s += each_s
+                processor.used_s += seconds(count)
 
             return work
 
@@ -160,16 +154,55 @@ def test_overhead_is_step_time_minus_layer_times(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(overhead_probe, name, 1 << 10)
     monkeypatch.setattr(overhead_probe, "_training", taking(lambda n: 0.1 + 0.02 * n))
     monkeypatch.setattr(overhead_probe, "_round", taking(lambda n: 0.001 + 0.0004 * n))
-    optimizer = taking(lambda n: 0.008 + 0.003 * n)
-    monkeypatch.setattr(overhead_probe, "_optimizer", lambda sizes, _: optimizer(len(sizes)))
+    monkeypatch.setattr(
+        overhead_probe, "_optimizer", taking(lambda sizes: 0.008 + 0.003 * len(sizes) + 1e-9 * sum(sizes))
+    )
+    monkeypatch.setattr(timing, "MOST_CALLS", 2)
     layers = {"flatten": 0.001, "linear": 0.002}
-    monkeypatch.setattr(overhead_probe, "_of_layer", lambda kind, *_: layers[kind])
-    found, _ = overhead_probe.measure_overheads(CPU, processor.now, 0.02, message_s=0.0007, share=0.5)
+    monkeypatch.setattr(overhead_probe, "_layer_s", lambda kind, *_: layers[kind])
+    return overhead_probe.measure_overheads(device, processor.now, 0.02, message_s=0.0007, share=0.5)
+
+
+def test_overhead_is_step_time_minus_layer_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device whose step takes 100 ms, and 20 for each layer with its two rounds and its two tensors.
+
+    Flatten takes 1 ms, the Linear 2, the optimizer 3 for each tensor. A round takes 1 ms and 0.4 for each peer, of whom each
+    sends and is sent a message; the processor takes 0.7 ms for one, of which a latency holds a half. A layer: 20 less the
+    Linear's 2, two rounds with one peer (2.8) and two tensors (6).
+    """
+    found, update_s = scripted_overheads(CPU, monkeypatch)
+    assert update_s == pytest.approx(1e-9, rel=1e-3), "without the call, which took ten times as long on a GPU"
     assert found.layer_s == pytest.approx(0.0092)
     assert found.step_s == pytest.approx(0.1 - 0.001 - 0.0092)
     assert found.update_s_per_tensor == pytest.approx(0.003)
     assert found.round_s == pytest.approx(0.001 + 0.0009 - 0.00035)
     assert found.message_s == pytest.approx(0.0007 + 0.0002)
+
+
+def test_host_of_an_accelerator_queues_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 ms for a convolution, a batch norm and a ReLU with three tensors of 3 ms: 11 for six calls. There are no rounds."""
+    found, _ = scripted_overheads(torch.device("meta"), monkeypatch)
+    assert found.queue_s == pytest.approx(0.011 / 6)
+    assert (found.layer_s, found.step_s) == (0.0, pytest.approx(0.1))
+
+
+def test_layers_of_an_accelerator_take_the_device_seconds_times_the_slowdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events see 4 ms a call, in 1 of which the device waits for its host. A device slowed 3 times rests in between."""
+    processor, slept = Processor(), list[float]()
+    monkeypatch.setattr(timing.time, "sleep", slept.append)
+
+    def queued_seconds(_: Any, calls: int, work: Callable[[], object], *_plug: float) -> tuple[float, float]:
+        begin_s = processor.used_s
+        for _ in range(calls):
+            work()
+        return processor.used_s - begin_s, 0.0
+
+    monkeypatch.setattr(timing, "queued_seconds", queued_seconds)
+    monkeypatch.setattr(timing, "_empty_layer", lambda _: fake_layer(FakeRun(processor, 1e-3, 1e-3)))
+    timer = RoundTimer(Clock(torch.device("meta"), 3.0), processor.now)
+    times = timer.time(fake_layer(FakeRun(processor, 4e-3, 6e-3))).times()
+    assert (times.forward_s, times.backward_s) == pytest.approx((3 * 3e-3, 3 * 5e-3))
+    assert sum(slept) == pytest.approx(2 * processor.used_s, rel=0.2), "two thirds of the time"
 
 
 def test_cache_flush_time_is_excluded() -> None:

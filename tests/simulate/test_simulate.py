@@ -15,7 +15,7 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import ComputeStep, Move, Part, Phase, StepList, SumGradients, Value
 from convoy.simulate.costs import Costs
 from convoy.simulate.events import Event, Timeline
-from convoy.simulate.network import Network, QuotaNoise, network_of, rates
+from convoy.simulate.network import Network, network_of, rates
 from convoy.simulate.simulator import simulate
 from tests.support.stacks import Stack
 
@@ -343,30 +343,6 @@ def test_only_the_first_round_after_computing_is_late():
     seconds = {(0, "backward"): 2.0, (1, "backward"): 2.0}
     timeline = replay(steps, 2, jittery(hosts(2), 0.25, 0.25), seconds)
     assert spans(timeline, 0, "send") == [(2.75, 3.75), (4.25, 5.25)]
-
-
-def test_all_rounds_of_an_overlapping_all_reduce_are_late():
-    """A sum of two rounds beside 10 s of backward, each 0.25 s late: 0.75-1.75, 2.5-3.5. The next, after it, is not."""
-    sums = [SumGradients(i, (f"w{i}",), (200,), 0, (0, 1), "ring") for i in (0, 2)]
-    steps = [sums[0], work(1, (0, 1), "backward"), sums[1]]
-    network = replace(hosts(2), noise=(QuotaNoise(overlap_delay_s=0.25),) * 2)
-    timeline = replay(steps, 2, network, {(0, "backward"): 10.0, (1, "backward"): 10.0})
-    assert spans(timeline, 0, "send") == [(0.75, 1.75), (2.5, 3.5), (10.5, 11.5), (12, 13)]
-
-
-def test_rested_device_computes_faster_at_first():
-    """Device 1 waits 1.5 s for 100 bytes, and may be done 1 s sooner, at four times the speed: 2 s take 1.
-
-    A piece of 0.8 s takes 0.2 and leaves 0.4 s of the gain to what follows: of 2 s 1.6 are left.
-    """
-    seconds = {(0, "forward"): 0.0, (1, "forward"): 2.0}
-    network = replace(hosts(2), noise=(None, QuotaNoise(rested_s=1.0, burst=4.0)))
-    timeline = replay([move(0, OnOne(0), OnOne(1), 100), work(1, (1,), after=(0,))], 2, network, seconds)
-    assert spans(timeline, 1, "compute") == [(1.5, 2.5)]
-    two = [move(0, OnOne(0), OnOne(1), 100), work(1, (1,), "backward", after=(0,)), work(2, (1,), "backward")]
-    for short_s, ends in ((0.8, (1.7, 2.1)), (2.0, (2.5, 4.5))):
-        timeline = replay(two, 2, network, {(1, "backward"): short_s})
-        assert spans(timeline, 1, "compute") == [(1.5, ends[0]), (ends[0], ends[1])]
 
 
 def test_traffic_slows_computing():

@@ -15,7 +15,6 @@ from convoy.plan.device_program import LocalSize
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
 from convoy.simulate.costs import Overheads
-from convoy.simulate.network import QuotaNoise
 from convoy.simulate.simulator import simulate
 from convoy.simulate.table import (
     DeviceCosts,
@@ -31,7 +30,6 @@ FLEETS = Path(__file__).parent.parent.parent / "benchmarks" / "fleets"
 
 seconds = st.floats(min_value=0, max_value=1e6)
 above_zero = st.floats(min_value=1e-12, max_value=1e12)
-noises = st.none() | st.builds(QuotaNoise, seconds, seconds, st.floats(min_value=1, max_value=1e12))
 texts = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12)
 
 
@@ -62,7 +60,7 @@ def measurements(draw: st.DrawFn) -> Measurement:
                 ]
     return Measurement(
         fleet, draw(texts), draw(texts), draw(st.integers(1, 1024)), draw(texts), draw(texts), draw(texts),
-        tuple(DeviceCosts(name, *(draw(seconds) for _ in range(13)), noise=draw(noises)) for name in devices),
+        tuple(DeviceCosts(name, *(draw(seconds) for _ in range(13))) for name in devices),
         tuple(points),
         tuple(LinkSpread(link.source, link.target, draw(seconds), draw(seconds)) for link in fleet.links),
     )  # fmt: skip
@@ -84,9 +82,7 @@ def point(layer: str = "conv1", samples: int = 4, outputs: int = 6, inputs: int 
     return LayerPoint("a-cpu", layer, samples, outputs, inputs, **values)
 
 
-def measured_by(
-    *points: LayerPoint, fingerprint: str = "f" * 16, noise: QuotaNoise | None = None, **overheads: float
-) -> Measurement:
+def measured_by(*points: LayerPoint, fingerprint: str = "f" * 16, **overheads: float) -> Measurement:
     """One device, and these points; no overheads but those given."""
     fleet = Fleet((Host("a"),), (Device("a-cpu", "a", "cpu"),))
     nothing = dict.fromkeys((field.name for field in fields(Overheads)), 0.0)
@@ -95,7 +91,6 @@ def measured_by(
         send_s_per_byte=2e-10,
         receive_s_per_byte=6e-10,
         update_s_per_entry=1e-9,
-        noise=noise,
         **nothing | overheads,
     )
     return Measurement(fleet, "net", fingerprint, 8, "0", "2", "2026-01-01", (costs,), points)
@@ -111,30 +106,18 @@ def test_jitter_reaches_the_replay_and_an_older_file_has_none() -> None:
         Measurement.from_toml(text.replace("jitter_s = 0.25", "jitter_s = -0.25"))
 
 
-def test_the_noise_model_reaches_the_simulator() -> None:
-    graph = trace(TwoConv(6), torch.zeros(2, 3, 8, 8)).graph
-    noise = QuotaNoise(overlap_delay_s=0.5, rested_s=0.25, burst=5.0)
-    measured = measured_by(point(), fingerprint=graph.fingerprint, noise=noise)
-    text = measured.to_toml()
-    assert Measurement.from_toml(text) == measured
-    assert Measurement.from_toml(text).costs(graph).network.noise == (noise,)
-    assert measured_by(point(), fingerprint=graph.fingerprint).costs(graph).network.noise == ()
-    with pytest.raises(InputError, match=r"measured\.device\[0\]\.noise\.burst = 0\.5: .*greater than or equal to 1"):
-        Measurement.from_toml(text.replace("burst = 5.0", "burst = 0.5"))
-
-
 @pytest.mark.parametrize(
-    ("keys", "noise"),
+    "keys",
     [
-        ("beside_s = 0.5, rested_s = 0.25, burst = 5.0, ", QuotaNoise(0.5, 0.25, 5.0)),
-        ("beside_s = 0.5, ", QuotaNoise(0.5)),
-        ("beside_s = 0.0, rested_s = 0.0, burst = 1.0, ", None),
+        "beside_s = 0.5, rested_s = 0.25, burst = 5.0, ",
+        "noise = { overlap_delay_s = 0.5, rested_s = 0.25, burst = 5.0 }, ",
     ],
 )
-def test_older_file_stores_noise_with_device_costs(keys: str, noise: QuotaNoise | None) -> None:
-    text = measured_by(point()).to_toml().replace("jitter_s = 0.0, ", f"jitter_s = 0.0, {keys}")
-    assert keys in text
-    assert Measurement.from_toml(text).device[0].noise == noise
+def test_unused_quota_noise_of_older_files_is_ignored(keys: str) -> None:
+    measured = measured_by(point())
+    older = measured.to_toml().replace("jitter_s = 0.0, ", f"jitter_s = 0.0, {keys}")
+    assert keys in older
+    assert Measurement.from_toml(older) == measured
 
 
 def test_unused_host_rates_of_older_files_are_ignored() -> None:
