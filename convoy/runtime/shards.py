@@ -303,7 +303,7 @@ def guard_state(optimizer: Optimizer) -> None:
 def _refuse_state(optimizer: Optimizer, *_: Any) -> None:
     if any(map(is_shard, works_on(optimizer))):
         raise InputError(
-            f"{type(optimizer).__name__}.state_dict() or load_state_dict() where a device has the state of local shards only: "
-            "save model and optimizer with convoy.save_checkpoint(folder, model, optimizer) on every device; load it before "
+            f"{type(optimizer).__name__}.state_dict() would hold the state of local shards only: save model and optimizer with "
+            "convoy.save_checkpoint(folder, model, optimizer) on every device; for load_state_dict(), load it before "
             "convoy.prepare, which shards it like the parameters, or use convoy.Checkpointer"
         )
