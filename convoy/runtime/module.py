@@ -103,6 +103,7 @@ class Distributed(nn.Module):
         self.guard: Callable[[Any], Any] | None = None
         self.stale = False
         self.training = model.training
+        self._is_made = True
         if not takes_over:
             for parameter in model.parameters():
                 setattr(parameter, shards.ORIGINAL, True)
@@ -363,11 +364,11 @@ class Distributed(nn.Module):
         raise InputError("DataParallel around a distributed model, which uses all devices itself: remove DataParallel")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        inner = self.__dict__.get("_modules", {}).get("module")
-        if inner is not None and name not in self.__dict__ and not hasattr(type(self), name):
-            if hasattr(inner, name):
+        # During __init__ a model's attribute may have the name of one of this class.
+        if "_is_made" in self.__dict__ and name not in self.__dict__ and not hasattr(type(self), name):
+            if hasattr(self.module, name):
                 # The model's forward reads the attribute there; if tracing has read it, the next step is refused.
-                setattr(inner, name, value)
+                setattr(self.module, name, value)
                 return
             if isinstance(value, nn.Module | nn.Parameter):
                 raise InputError(
