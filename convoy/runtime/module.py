@@ -98,10 +98,9 @@ class Distributed(nn.Module):
         self._bind()
         self.precision: torch.dtype | None = None
         self._announced: list[int] = []  # shared with deep copies
-        self.takes_whole = False
         self.finished_steps, self.repeats = 0, 0
         self.guard: Callable[[Any], Any] | None = None
-        self.stale = False
+        self.takes_whole = self.stale = False
         self.training = model.training
         self._is_made = True
         if not takes_over:
