@@ -156,8 +156,10 @@ def uuid_of(device: torch.device) -> str | None:
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:
-    """Return a device's free and total memory in bytes, within the limits of `limit_memory` and control groups."""
+    """Return the free and total bytes that tensors can use, within the limits of `limit_memory` and control groups."""
     free_bytes, total_bytes = _memory_of(device)
+    if device.type != "cpu":  # its context and libraries use up to 1 GB, and fragments are lost
+        total_bytes = int(0.95 * total_bytes - min(1e9, 0.1 * total_bytes))
     limit = _limits_bytes.get(str(device), total_bytes)
     return min(free_bytes, limit), min(total_bytes, limit)
 
@@ -165,12 +167,10 @@ def memory_of(device: torch.device) -> tuple[int, int]:
 def _memory_of(device: torch.device) -> tuple[int, int]:
     if device.type != "cpu":
         with suppress(NotImplementedError, RuntimeError, AttributeError):
-            free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
-            return int(free_bytes), int(total_bytes)
+            return torch.accelerator.get_memory_info(device)
     memory = psutil.virtual_memory()
-    free_bytes, total_bytes = int(memory.available), int(memory.total)
-    left = control_group_memory()
-    return (free_bytes, total_bytes) if left is None else (min(free_bytes, left[0]), min(total_bytes, left[1]))
+    left = control_group_memory() or (memory.available, memory.total)
+    return min(memory.available, left[0]), min(memory.total, left[1])
 
 
 def process_bytes(device: torch.device) -> int:

@@ -286,7 +286,7 @@ def _empty_layer(device: torch.device) -> Workload:
     return Workload("empty", run, [x], 1, (True,), x, 0)
 
 
-MOST_QUEUED = 100  # calls queued together, at most: an accelerator's queue holds about a thousand kernels
+MOST_QUEUED = 30  # calls queued together, at most: with the work before them they take the host three times as long
 
 PLUG_SIDE, MOST_PLUG_SIDE, PLUG_S, MOST_PLUG_S = 512, 8192, 3e-4, 0.05
 """Matrix sides to try; seconds that one product should take (launching it takes the host 1e-5); most seconds of products."""

@@ -122,8 +122,7 @@ class Loader:
         if self.shuffle:
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
             order = torch.randperm(self.samples, generator=generator).tolist()
-        starts = range(0, len(self) * self.batch_size, self.batch_size)
-        return [list(order[start : start + self.batch_size]) for start in starts]
+        return [list(order[i : i + self.batch_size]) for i in range(0, len(self) * self.batch_size, self.batch_size)]
 
     def __iter__(self) -> Iterator[Any]:
         guard = None if self.model is None else self.model.guard
@@ -237,8 +236,9 @@ class Loader:
         workers = self.workers if parts.labels is None or any(start < stop for (start, stop), _ in ranges) else 0
         # A separate generator, because the seeds of workers must not change dropout's random numbers.
         return DataLoader(
-            parts, batch_size=None, num_workers=workers, collate_fn=_unchanged, generator=torch.Generator()
-        )
+            parts, batch_size=None, num_workers=workers, collate_fn=_unchanged, generator=torch.Generator(),
+            pin_memory=workers > 0 and self._device.type == "cuda",  # in a thread of the DataLoader
+        )  # fmt: skip
 
     def _part(self, batch: int) -> tuple[int, int]:
         """Return the range of a batch's samples that this device loads."""

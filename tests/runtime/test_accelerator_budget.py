@@ -1,6 +1,7 @@
 """The budget of a step on an accelerator: kernels, copies, and waits of the launching thread."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -9,14 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from convoy.comm.group import AloneGroup
+from convoy.comm.group import AloneGroup, Group, Message, Pending
 from convoy.comm.processes import join
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
+from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.strategy import One
 from convoy.runtime.module import Distributed
 from tests.support import sim
 from tests.support.processes import on_processes
+from tests.support.threads import run_on_threads
 
 pytestmark = pytest.mark.skipif(sim.COMPILER is None, reason=sim.NEEDS)
 
@@ -107,3 +111,30 @@ def test_split_norm_copies_once_each_way_without_waiting() -> None:
         assert to_host <= 2 * norms + 25
         assert to_device <= 2 * norms + 25
         assert launches <= 820
+
+
+def test_plan_for_one_device_sends_only_the_outputs() -> None:
+    """No message blocks the device that computes: outputs leave it, and nothing returns."""
+    net, x, y = _net_and_batch("two-conv:4:6")
+    graph = trace(net, x[:2]).graph
+
+    def work(group: Group) -> list[tuple[int, int]]:
+        sent: list[tuple[int, int]] = []
+        start = group.start
+
+        def counted(sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
+            sent.append((sum(m.tensor.nbytes for m in sends), len(receives)))
+            return start(sends, receives, lane)
+
+        part = Distributed(net, Plan("one", graph.fingerprint, 2, BATCH, {}, One(0)), group, x[:2])
+        optimizer = torch.optim.SGD(part.parameters(), lr=0.01)
+        for step in range(4):
+            if step == 3:  # earlier steps compare what the devices were given
+                group.start = counted  # type: ignore[method-assign]
+            loss = F.cross_entropy(part(x, whole=True), y)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        return sent
+
+    assert run_on_threads(2, work) == [[(4 * BATCH * 10, 0)], [(0, 1)]]

@@ -25,6 +25,11 @@ pytestmark = pytest.mark.skipif(sim.COMPILER is None, reason=sim.NEEDS)
 MIB = 1 << 20
 
 
+def usable(total_bytes: int) -> int:
+    """Return what is left of a small accelerator's memory: its context uses 10 %, and 5 % are lost to fragments."""
+    return int(0.85 * total_bytes)
+
+
 @pytest.fixture
 def limited() -> Iterator[torch.device]:
     sim.load()
@@ -32,12 +37,12 @@ def limited() -> Iterator[torch.device]:
     limit_memory(device, 8 * MIB)
     yield device
     limit_memory(device, None)
-    assert memory_of(device)[1] == sim.GIB
+    assert memory_of(device)[1] == usable(sim.GIB)
     sim.load(devices=0)
 
 
 def test_memory_limit_replaces_device_memory(limited: torch.device) -> None:
-    assert memory_of(limited)[1] == 8 * MIB
+    assert memory_of(limited)[1] == usable(8 * MIB)
     with pytest.raises(torch.OutOfMemoryError, match=f"sim:0 has {8 * MIB}"):
         torch.empty(9 * MIB, dtype=torch.uint8, device=limited)
     with pytest.raises(InputError, match=r"a memory of 0 bytes for sim:0: give one above zero, e\.g\. 6 GB"):
@@ -50,7 +55,7 @@ def test_plans_respect_the_memory_limit(limited: torch.device) -> None:
     with AloneGroup(limited) as group:
         assert make_plan("auto", net, x, 16, group).batch == 16
         with pytest.raises(
-            PlanError, match=r"fits the devices' memory\. .* of 8\.39 MB\. Make a step of 10 micro-batches"
+            PlanError, match=r"fits the devices' memory\. .* of 7\.13 MB\. Make a step of 16 micro-batches"
         ):
             make_plan("auto", net, x, 40000, group)
 

@@ -97,9 +97,8 @@ class Net(nn.Module):
         return self.fc(self.bn2(torch.flatten(y, 1)))
 
 
-@pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("name", ["data", "model", "hybrid", "master"])
-def test_predicted_memory_matches_the_executor(name, fuse):
+def test_predicted_memory_matches_the_executor(name):
     """After forward: the storages that the executor and autograd keep, each counted once; parameters and buffers of this part.
 
     The prediction keeps the input and the output of a layer that autograd runs; most keep one of them.
@@ -117,7 +116,7 @@ def test_predicted_memory_matches_the_executor(name, fuse):
                 _collect_storages(tensor, found)
             return tensor
 
-        part = Distributed(net, plan, group, example, fuse=fuse)
+        part = Distributed(net, plan, group, example)
         own = part._programs.get(True, 6)
         inputs = [torch.randn(local_shape(v.layout, group.device, v.shape)) for v in own.steps.inputs]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
