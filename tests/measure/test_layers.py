@@ -56,7 +56,6 @@ def test_every_layer_of_a_net_gets_a_table(name: str) -> None:
         assert (times.forward_inputs is not None) == (
             layer.sums_channels and not layer.shared and layer.channels_in > 1
         )
-    assert max(timer.reached().values()) > 0
     assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in before.items())
 
 
