@@ -57,7 +57,7 @@ COPIED_BYTES = 4 << 20
 """Bytes of a timed copy: more than a core's cache, but too few for the allocator to request new pages each time."""
 
 BATCH, UPDATED, ACCELERATOR_UPDATED = 2, 1 << 20, 1 << 24
-"""Samples, and entries of a timed optimizer step. On an accelerator they are enough that the device takes longer than its host."""
+"""Samples, and entries of a timed optimizer step. On an accelerator they take the device longer than its host."""
 
 LOSS_ENTRIES = 1 << 22  # the most output entries that a loss is timed on; at least one sample
 
