@@ -16,7 +16,7 @@ from convoy.planner.planner import plan_auto
 from convoy.planner.request import PlanRequest
 from convoy.simulate.costs import Costs
 from convoy.simulate.events import Timeline
-from convoy.simulate.memory import DeviceMemory, memory_of_steps
+from convoy.simulate.memory import DeviceMemory, memory_of
 from convoy.simulate.simulator import simulate
 from studies.power import Energy, energy_of, power_of
 from studies.roofline import roofline_costs
@@ -71,7 +71,7 @@ def layer_speeds(request: PlanRequest) -> Speeds:
         size = whole_size(layer, request.batch)
         rows = (
             sum(times.seconds(device, layer, phase, size) for phase in ("forward", "backward"))
-            for device in range(request.costs.network.devices)
+            for device in range(len(request.costs.network.host))
         )
         layers[layer.name] = tuple(request.batch / seconds for seconds in rows)
     return replace(request.speeds, layers=layers)
@@ -92,7 +92,7 @@ def replay(
     timeline = simulate(steps, graph, costs)
     power = power_of(fleet)
     energy = None if power is None else energy_of(timeline, power, plan.batch)
-    memory = memory_of_steps(steps, graph, optimizer=optimizer, itemsize=costs.itemsize)
+    memory = memory_of(steps, graph, optimizer=optimizer, itemsize=costs.itemsize)
     limit = sum(PlanRequest(graph, plan.batch, FleetKnowledge(given=costs)).speeds.devices)
     return Replayed(plan, steps, timeline, limit, energy, memory)
 

@@ -41,11 +41,7 @@ from convoy.train.loop import Training, fit
 
 @dataclass(frozen=True)
 class Job:
-    """The inputs of a training on one device.
-
-    Attributes:
-        invitation: the running job's reply, if this device joins one.
-    """
+    """The inputs of a training on one device. `invitation`: the running job's reply, if this device joins one."""
 
     run: RunSettings
     group: Group
@@ -62,13 +58,14 @@ def train_job(job: Job) -> FinishedTraining:
     slowdown = settings.slowdowns[group.device] * imposed_slowdown()
     plans = _make_plans(job, model, example, slowdown)
     part = distribute(
-        model, plans[0], group, example, slowdown=slowdown, precision=settings.precision, compile=settings.compile
-    )
+        model, plans[0], group, example, slowdown=slowdown, precision=settings.precision,
+        cuda_graphs=settings.cuda_graphs,
+    )  # fmt: skip
     expect_measured(part, plans.request.fleet.measured)
-    own = [str(job.group.torch_device), os.uname().nodename, torch.get_num_threads()]
-    rows = zip(gather(job.group, "fleet", own), job.run.settings.slowdowns, strict=True)
+    own = [str(group.torch_device), os.uname().nodename, torch.get_num_threads()]
+    rows = zip(gather(group, "fleet", own), settings.slowdowns, strict=True)
     devices = [
-        (f"{device} ({threads} thread{'s' * (threads > 1)})", host, times) for (device, host, threads), times in rows
+        (f"{name} ({threads} thread{'s' * (threads > 1)})", host, times) for (name, host, threads), times in rows
     ]
     screen.fleet(devices, plans.speeds)
     train, test = build_loaders(settings, splits, part)
@@ -151,8 +148,7 @@ def _checkpointer(job: Job, training: Training) -> Checkpointer | None:
 def _directory(job: Job) -> RunDirectory | None:
     """Return the folder of the run's log, the same on every device, because each may have to continue the log."""
     if job.invitation is None:
-        settings = job.run.settings
-        row = from_first(job.group, "directory of the run", lambda: paths_of(make_directory(settings)))
+        row = from_first(job.group, "directory of the run", lambda: paths_of(make_directory(job.run.settings)))
     else:
         row = job.invitation.offer["directory"]
     return None if row is None else RunDirectory(Path(row[0]), None if row[1] is None else Path(row[1]))
@@ -165,6 +161,7 @@ def _own_knowledge(job: Job, model: nn.Module, example: Tensor, slowdown: float)
         print("measures itself while the others train", flush=True)
         return measured_alone(invitation.offer, settings, model, example, job.group, slowdown)
     if job.group.devices == 1 and settings.listen is not None:
-        asked = {"timed": True, "measured": settings.plan == AUTO}
-        return measured_alone(asked, settings, model, example, job.group, slowdown)
+        return measured_alone(
+            {"timed": True, "measured": settings.plan == AUTO}, settings, model, example, job.group, slowdown
+        )
     return None

@@ -242,7 +242,7 @@ class Settings(BaseModel):
     rebalance: bool | None = _fleet(
         None, "Change the shares if a device is faster or slower than predicted. Default: with --plan auto on CPUs."
     )
-    compile: bool = _fleet(False, "Run layers through torch.compile. It needs a C++ compiler, or Triton on GPUs.")
+    cuda_graphs: bool = _fleet(False, "On NVIDIA GPUs, launch layers as CUDA graphs.")
     memory: Sizes | None = _fleet(
         None, "Memory per device, e.g. 6 GB, or 6 GB,8 GB. Default: all, or the fleet file's memory_bytes."
     )

@@ -193,8 +193,7 @@ class RoundTimer:
         """Time at least this many rounds of a workload, and add them to `timing`."""
         timing, slice_s = timing or Timing(), self.slice_s
         if self._empty_s is None:
-            # Autograd's calls and threads take the host time once a layer here, and once a segment in a step. A device that
-            # waits for its host would show this time.
+            # The host enters autograd once a layer here, and once a segment in a step. A waiting device would show it.
             self._empty_s = 0.0, 0.0
             rows = [self._round(_empty_layer(self.clock.device), MOST_QUEUED, MOST_QUEUED, None) for _ in range(ROUNDS)]
             self._empty_s = statistics.median(row[0] for row in rows), statistics.median(row[1] for row in rows)
@@ -286,7 +285,7 @@ def _empty_layer(device: torch.device) -> Workload:
     return Workload("empty", run, [x], 1, (True,), x, 0)
 
 
-MOST_QUEUED = 100  # calls queued together, at most: an accelerator's queue holds about a thousand kernels
+MOST_QUEUED = 30  # calls queued together, at most: with the work before them they take the host three times as long
 
 PLUG_SIDE, MOST_PLUG_SIDE, PLUG_S, MOST_PLUG_S = 512, 8192, 3e-4, 0.05
 """Matrix sides to try; seconds that one product should take (launching it takes the host 1e-5); most seconds of products."""

@@ -63,11 +63,6 @@ class Plan:
     outputs: OutputPlace = "everywhere"
 
     @property
-    def exact(self) -> bool:
-        """Whether training follows that of one device, because messages keep full precision."""
-        return not self.inexact
-
-    @property
     def inexact(self) -> str:
         """The reason why training differs from that on one device; empty if it does not."""
         if self.wire != "exact":
@@ -149,7 +144,15 @@ class Plan:
         try:
             row = _PlanFile.model_validate(raw)
         except ValidationError as error:
-            raise PlanError(f"{source}: {_first_fault(error)}") from None
+            fault = error.errors()[0]
+            where = ".".join(str(part) for part in fault["loc"]) or "the file"
+            if fault["type"] == "extra_forbidden":
+                text = f"unknown key {shown(where)}: remove it, or use the version of Convoy that wrote it"
+            elif fault["type"] == "missing":
+                text = f"the key {where!r} is missing: add it or make the plan again"
+            else:
+                text = f"{where}: {fault['msg']} (found {shown(fault['input'])}): correct it or make the plan again"
+            raise PlanError(f"{source}: {text}") from None
         otherwise = row.otherwise.strategy_of()
         assert isinstance(otherwise, Batch | One)
         return Plan(
@@ -226,13 +229,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if repeated := [key for key, count in counts.items() if count > 1]:
         raise ValueError(f"the key {shown(repeated[0])} occurs twice")
     return dict(pairs)
-
-
-def _first_fault(error: ValidationError) -> str:
-    fault = error.errors()[0]
-    where = ".".join(str(part) for part in fault["loc"]) or "the file"
-    if fault["type"] == "extra_forbidden":
-        return f"unknown key {shown(where)}: remove it, or use the version of Convoy that wrote it"
-    if fault["type"] == "missing":
-        return f"the key {where!r} is missing: add it or make the plan again"
-    return f"{where}: {fault['msg']} (found {shown(fault['input'])}): correct it or make the plan again"

@@ -36,7 +36,7 @@ def context_of(fleet: Fleet, graph: Graph = WIDE, batch: int = BATCH, optimizer:
 
 
 def needs(plan: Plan, graph: Graph = WIDE) -> list[int]:
-    return [each.total_bytes for each in memory_of(plan, graph)]
+    return [each.total_bytes for each in memory_of(lower(plan, graph), graph)]
 
 
 @pytest.mark.parametrize(("reduce", "wire"), [*((each, "exact") for each in SUMS), ("ring", "inexact-bf16")])
@@ -46,7 +46,7 @@ def test_the_quick_estimate_of_memory_is_never_too_small(name: str, reduce: Redu
     for graph in (WIDE, graph_of("resnet:8:16")):
         plan = replace(named_plan(name, graph, 9, Speeds((4.0, 2.0, 0.5)), reduce), wire=wire)
         steps = lower(plan, graph)
-        least = [each.total_bytes for each in memory_of(plan, graph)]
+        least = [each.total_bytes for each in memory_of(lower(plan, graph), graph)]
         assert all(a >= b for a, b in zip(most_bytes(steps, graph), least, strict=True))
 
 

@@ -17,6 +17,7 @@ from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.layout.layout import box
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
+from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.planner.planner import plan_auto
@@ -111,7 +112,7 @@ def test_net_too_large_for_any_device_trains_as_on_a_large_one(name: str, tmp_pa
     root = memory_root()
     assert root is not None
     plan, graph = planned(name)
-    predicted = memory_of(plan, graph, optimizer="adam", itemsize=8)
+    predicted = memory_of(lower(plan, graph), graph, optimizer="adam", itemsize=8)
     with torch_seed(6):
         model = net()
     torch.save(model.state_dict(), tmp_path / "weights.pt")
