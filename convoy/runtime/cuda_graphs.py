@@ -170,6 +170,7 @@ class CapturedGraph:
             self.graded = [y.requires_grad for y in made]
             self._given = [y.detach().clone() for y in made if y.requires_grad]
             wanted += backward() if sources and self._given else []
+            made.clear()  # autograd's nodes of the weights must be made during the capture, on its stream
             record = recorder()
             self._forward, self._outputs = record(forward)
             self._gradients: Sequence[Tensor | None] = ()
@@ -250,13 +251,17 @@ def can_capture(device: torch.device) -> bool:
 
 def recorder() -> Callable[[Callable[[], list[Any]]], tuple[Callable[[], None], list[Any]]]:
     """Return a function that captures work, and returns a function that repeats it and its results, in fixed memory."""
-    pool = torch.cuda.graph_pool_handle()
+    pool, generator = torch.cuda.graph_pool_handle(), torch.cuda.default_generators[torch.cuda.current_device()]
 
     def record(work: Callable[[], list[Any]]) -> tuple[Callable[[], None], list[Any]]:
-        graph = torch.cuda.CUDAGraph()
-        # "thread_local", because the threads of the loader and of messages call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            results = work()
+        graph, state = torch.cuda.CUDAGraph(), generator.clone_state()
+        try:
+            # "thread_local", because the threads of the loader and of messages call CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                results = work()
+        except BaseException:  # the generator believes that the capture continues
+            generator.graphsafe_set_state(state)
+            raise
         return graph.replay, results
 
     return record

@@ -143,8 +143,8 @@ class Executor:
             lane.run(item.operations, buffers, item.dtype)
 
     def _fused_forward(self, fused: ops.Fused, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
-        bound = tape.program.fused[fused.number]
-        wants = [keep and wanted for wanted in bound.wants]
+        wants = [keep and wanted for wanted in tape.program.fused[fused.number].wants]
+        layers = self._layers(fused, tape.program)
         with self.clock.segment(self._expected_s(fused, tape.program), fused.phase), torch.set_grad_enabled(keep):
             roots = [kernels.enter(buffers[k]) if w else buffers[k] for k, w in zip(fused.reads, wants, strict=True)]
             own: dict[str, Any] = dict(zip(fused.reads, roots, strict=True))
@@ -152,14 +152,16 @@ class Executor:
             del roots
             with kernels.under_autocast(tape.precision, self.group.torch_device.type):
                 ready = 0  # a CUDA graph has done the computations before this index
-                for number, (op, drops) in enumerate(zip(fused.operations, bound.drops, strict=True)):
-                    assert isinstance(op, ops.Compute)
+                for number, (reads, write, call, samples, differentiable, drops) in enumerate(layers):
                     if self.graphs is not None and (region := tape.regions.get((fused.number, number))) is not None:
                         ready = number + region.run(own, self.graphs)
                     if number >= ready:
-                        inputs = [own[name] for name in op.reads]
-                        with torch.set_grad_enabled(keep and self.traced.graph[op.layer].differentiable):
-                            own[op.writes[0]] = self.call_of(op.layer, bound)(inputs, op.size.samples)
+                        inputs = [own[name] for name in reads]
+                        if keep and not differentiable:
+                            with torch.no_grad():
+                                own[write] = call(inputs, samples)
+                        else:
+                            own[write] = call(inputs, samples)
                         del inputs
                     for name in drops:
                         own.pop(name, None)  # values inside a CUDA graph are not in the dict
@@ -167,6 +169,17 @@ class Executor:
         buffers.update(zip(fused.writes, map(kernels.detached, made), strict=True))
         if keep:
             tape.fused[fused.number] = (begin, tuple(map(kernels.edge_of, made)))
+
+    def _layers(self, fused: ops.Fused, program: Program) -> Sequence[Any]:
+        """Return what forward needs for each layer of a segment, from a cache: it would take the host 10 us per layer."""
+        if fused.number not in program.layers:
+            bound, computed = program.fused[fused.number], fused.operations
+            program.layers[fused.number] = [
+                (op.reads, op.writes[0], self.call_of(op.layer, bound), op.size.samples,
+                 self.traced.graph[op.layer].differentiable, drops)
+                for op, drops in zip(computed, bound.drops, strict=True) if isinstance(op, ops.Compute)
+            ]  # fmt: skip
+        return program.layers[fused.number]
 
     def call_of(self, layer: str, bound: BoundFused) -> kernels.Call:
         # A sharded layer's module cannot be called itself.
@@ -251,7 +264,7 @@ class Executor:
         inputs = [buffers.get(name) for name in program.program.input_gradients]
         inputs = [g if g is None or g.untyped_storage().data_ptr() not in taken else g.clone() for g in inputs]
         taken |= {g.untyped_storage().data_ptr() for g in inputs if g is not None}
-        parameters = {key: self._parameter(key) for key in (*program.reached, *found)}
+        parameters = {key: self._parameter(key) for key in {*program.reached, *found}}
         for key in program.reached:
             # Every device needs a gradient of every reached parameter, so that all optimizers see the same number of them:
             # empty if the parameter is on other devices, zeros if other devices wait for the sum.

@@ -88,6 +88,7 @@ class Program:
         self.fused = {
             op.number: _bound(op, graph, model, self.gathered) for op in program.forward if isinstance(op, ops.Fused)
         }
+        self.layers: dict[int, list[Any]] = {}  # by segment, see `Executor`
         self.expected_s: dict[tuple[int, str], dict[str, float]] = {}  # by segment and phase
         self.regions: dict[tuple[torch.dtype | None, bool], Any] = {}  # see `convoy.runtime.cuda_graphs`
         self.variants: dict[tuple[frozenset[int], frozenset[str]], Program] = {}

@@ -396,15 +396,36 @@ def test_copies_count_their_own_graphs(made: list[CudaGraphs]) -> None:
     assert count
 
 
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@gpu
 @pytest.mark.parametrize("net", ["two-conv", "resnet"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_gpu_replays_the_same_numbers(net: str, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     dtype = torch.float32 if autocast else torch.float64
-    plain, replayed = (
-        train(alone(nets.build(net, dtype=dtype), cuda_graphs=graphs, device="cuda"), [8] * 8, autocast=autocast)
-        for graphs in (False, True)
-    )
+    parts = [alone(nets.build(net, dtype=dtype), cuda_graphs=graphs, device="cuda") for graphs in (False, True)]
+    plain, replayed = (train(part, [8] * 8, autocast=autocast) for part in parts)
     assert replayed == pytest.approx(plain, rel=1e-3 if autocast else 1e-12)
+    graphs = parts[1].cuda_graphs
+    assert graphs is not None
+    assert graphs.captured
+    assert not graphs.refused
+
+
+@pytest.mark.cuda
+@gpu
+def test_failed_capture_leaves_the_gpu_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    torch.cuda.manual_seed(5)
+    wanted = torch.rand(4, device="cuda").tolist()
+    torch.cuda.manual_seed(5)
+    x = torch.ones(4, device="cuda")
+    with pytest.raises(RuntimeError):
+        cuda_graphs.recorder()(lambda: [x.sum().item()])
+    assert torch.rand(4, device="cuda").tolist() == wanted
+    work, results = cuda_graphs.recorder()(lambda: [x * 2])
+    work()
+    assert results[0].tolist() == [2.0] * 4
