@@ -18,7 +18,7 @@ from convoy.comm.group import Group
 from convoy.layout.layout import box, local_shape
 from convoy.layout.layout import whole as whole_box
 from convoy.machine.accelerator import to_device
-from convoy.measure.timed_sizes import POINT_LIMIT_S, Axes, choose_axes, full_axes
+from convoy.measure.timed_sizes import ENDS_SLICES, POINT_LIMIT_S, Axes, choose_axes, full_axes, timing_s
 from convoy.measure.timing import ROUNDS, Now, Progress, RoundTimer, Timing, Workload, plain_torch
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import TracedModel, disable_in_place
@@ -120,11 +120,14 @@ class LayerTimer:
             # By roofline: scaling by entries overestimates a Linear, since small sizes mostly read weights.
             return known_s * shape_s(layer, size) / shape_s(layer, known)
 
-        samples, outputs = (axis[len(axis) // 2] for axis in (full.samples, full.outputs))
-        middle = LocalSize(samples, outputs, whole.inputs)
-        if middle != known and expected_s(middle) < min(POINT_LIMIT_S, allowance_s) / 4:
-            known_s = self.time(name, middle)  # closer to the largest size
-            known = middle
+        # A disturbed call of a small size says little about large ones, so approach the largest size step by step.
+        limit_s = max(allowance_s, ENDS_SLICES * self.timer.slice_s)
+        for step in range(1, max(len(full.samples), len(full.outputs))):
+            samples, outputs = (axis[min(step, len(axis) - 1)] for axis in (full.samples, full.outputs))
+            larger = LocalSize(samples, outputs, whole.inputs)
+            if expected_s(larger) > POINT_LIMIT_S or timing_s(expected_s(larger), self.timer.slice_s) > limit_s:
+                break
+            known, known_s = larger, self.time(name, larger)
         axes = choose_axes(full, whole, expected_s, allowance_s, self.timer.slice_s)
         sizes = axes.sizes(whole)
         if layer.statistics and layer.kind == "batch_norm":

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from convoy.comm.group import Group
 from convoy.errors import InputError
-from convoy.layout.layout import Layout, Replicated, Shape, box, everywhere, local_shape
+from convoy.layout.layout import Layout, Replicated, Shape, box, everywhere, holders, local_shape
 from convoy.model.graph import Graph
 from convoy.plan.steps import InputGradient, StepList
 from convoy.runtime.exchange import redistribute
@@ -165,13 +165,13 @@ class OutputPart:
 
     Attributes:
         attached: the output of the local samples, with its autograd graph. Use it only in a loss that is summed over devices.
-        batch: samples in the global batch.
-        rows: start and stop of the local samples in the global batch.
+        batch, rows: samples in the global batch; start and stop of the local ones in it.
+        owners: the devices that have samples.
     """
 
     def __init__(self, tensor: Tensor, layout: Layout, shape: Shape, group: Group) -> None:
         self.attached, self._layout, self._shape, self.group = tensor, layout, shape, group
-        self.batch, self.rows = shape[0], rows_of(layout, shape, group.device)
+        self.batch, self.rows, self.owners = shape[0], rows_of(layout, shape, group.device), holders(layout)
 
     @property
     def own(self) -> Tensor:

@@ -170,7 +170,7 @@ class Sums:
         if (ends := self._ends.get(step)) is not None:
             current = torch.accelerator.current_stream(self.group.torch_device)
             ends.wait(current)
-            for share in self.shares.values():
+            if (share := self.shares.get(self._sums[step].result)) is not None:  # the worker adds others meanwhile
                 share.record_stream(current)
 
     def finish(self) -> None:
