@@ -12,7 +12,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.steps import StepList
 from convoy.planner.knowledge import FleetKnowledge
-from convoy.planner.planner import plan_auto
+from convoy.planner.planner import candidates
 from convoy.planner.request import PlanRequest
 from convoy.simulate.costs import Costs
 from convoy.simulate.events import Timeline
@@ -57,7 +57,7 @@ def make_plan(name: str, graph: Graph, batch: int, costs: Costs) -> Plan:
         InputError: unknown name; the choices are listed.
     """
     if name == "auto":
-        return plan_auto(PlanRequest(graph, batch, FleetKnowledge(given=costs)))
+        return candidates(PlanRequest(graph, batch, FleetKnowledge(given=costs)))[0].plan
     if name not in PLANS:
         raise unknown_name("plan", name, (*PLANS, "auto"))
     return named_plan(name, graph, batch, layer_speeds(PlanRequest(graph, batch, FleetKnowledge(given=costs))))

@@ -153,10 +153,10 @@ class Plan:
             else:
                 text = f"{where}: {fault['msg']} (found {shown(fault['input'])}): correct it or make the plan again"
             raise PlanError(f"{source}: {text}") from None
-        otherwise = row.otherwise.strategy_of()
+        otherwise = _strategy_of(row.otherwise)
         assert isinstance(otherwise, Batch | One)
         return Plan(
-            row.name, row.model, row.devices, row.batch, {n: each.strategy_of() for n, each in row.layers.items()},
+            row.name, row.model, row.devices, row.batch, {n: _strategy_of(each) for n, each in row.layers.items()},
             otherwise, row.reduce, row.pieces, row.wire,
             {n: Sharding(tuple(each.shares), each.form) for n, each in row.in_shares.items()}, row.outputs,
         )  # fmt: skip
@@ -181,9 +181,6 @@ class _BatchRow(_FileModel):
     strategy: Literal["batch"]
     shares: list[int]
 
-    def strategy_of(self) -> Strategy:
-        return _BY_NAME[self.strategy](tuple(self.shares))
-
 
 class _SharesRow(_BatchRow):
     strategy: Literal["batch", "filter", "channel"]  # type: ignore[assignment]
@@ -192,9 +189,6 @@ class _SharesRow(_BatchRow):
 class _OneRow(_FileModel):
     strategy: Literal["one"]
     device: int
-
-    def strategy_of(self) -> Strategy:
-        return One(self.device)
 
 
 class _ShardingRow(_FileModel):
@@ -215,6 +209,10 @@ class _PlanFile(_FileModel):
     layers: dict[str, Annotated[_SharesRow | _OneRow, Field(discriminator="strategy")]] = Field(default_factory=dict)
     in_shares: dict[str, _ShardingRow] = Field(default_factory=dict)
     outputs: OutputPlace = "everywhere"
+
+
+def _strategy_of(row: _BatchRow | _OneRow) -> Strategy:
+    return One(row.device) if isinstance(row, _OneRow) else _BY_NAME[row.strategy](tuple(row.shares))
 
 
 def _as_row(strategy: Strategy) -> dict[str, Any]:

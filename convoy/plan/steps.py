@@ -72,7 +72,7 @@ class ComputeStep:
         part: gradients to compute. A layer may have two backward steps, to send the first gradient during the second step.
         last: whether it is the last step of the layer's backward.
         chunks: number of chunks of the input's rows; in forward, each is computed while later ones arrive.
-        frees: keys of gathered parameters that are freed afterwards.
+        frees: keys of gathered parameters to free after it.
     """
 
     id: int

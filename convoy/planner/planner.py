@@ -59,15 +59,6 @@ MEMORY_ATTEMPTS = 8
 """The most times that samples are moved away from devices whose memory is too small."""
 
 
-def plan_auto(request: PlanRequest) -> Plan:
-    """Return the plan with the shortest predicted step.
-
-    Raises:
-        PlanError: no plan fits the devices' memory.
-    """
-    return candidates(request)[0].plan
-
-
 def candidates(request: PlanRequest, *, simulated: bool = True) -> list[Candidate]:
     """Return plans for several numbers of devices, and the named plans, the shortest predicted step first.
 

@@ -81,7 +81,7 @@ class _Choice:
     Attributes:
         strategy: the strategy; None: the layer follows its input, and the plan omits it.
         gives: number of the output's layout.
-        inputs: layouts in which the inputs are available afterwards.
+        inputs: layouts in which the inputs are available after the layer.
     """
 
     strategy: Strategy | None

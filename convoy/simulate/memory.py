@@ -240,33 +240,22 @@ def _activations(program: DeviceProgram, steps: StepList, graph: Graph) -> int:
     """
     back = {step.layer for step in steps.phase("backward") if isinstance(step, ComputeStep)}
     shared = (step for step in steps.phase("forward") if isinstance(step, GatherStatistics))
-    spread = {name for step in shared for name in step.layers}
-    device, source = program.device, _views(program, steps, graph)
+    spread, device = {name for step in shared for name in step.layers}, program.device
+    moved = {op.buffer: op.of.buffer for op in program.forward if isinstance(op, ops.View) and op.of.box is None}
+    source: dict[str, str] = {}  # a value that shares memory with another one on this device -> that one
     kept: dict[str, int] = {}
     for step in steps.phase("forward"):
+        if isinstance(step, ComputeStep | Move):
+            of = moved.get(step.writes.key)
+            if isinstance(step, ComputeStep) and graph[step.layer].kind == "flatten":
+                of = step.reads[0].key
+            if of is not None:
+                source[step.writes.key] = source.get(of, of)
         if isinstance(step, ComputeStep) and step.layer in back and holds(step.writes.layout, device):
             inputs_only = graph[step.layer].weighted or step.layer in spread
             for value in step.reads if inputs_only else (*step.reads, step.writes):
                 kept[source.get(value.key, value.key)] = held_entries(value.layout, device, value.shape)
     return sum(kept.values())
-
-
-def _views(program: DeviceProgram, steps: StepList, graph: Graph) -> dict[str, str]:
-    """Map each value that shares memory with another one on this device (flattened, or moved without a copy) to that one."""
-    flattened = {
-        step.writes.key: step.reads[0].key
-        for step in steps.phase("forward")
-        if isinstance(step, ComputeStep) and graph[step.layer].kind == "flatten"
-    }
-    moved = {op.buffer: op.of.buffer for op in program.forward if isinstance(op, ops.View) and op.of.box is None}
-    source: dict[str, str] = {}
-    for step in steps.phase("forward"):
-        if isinstance(step, ComputeStep | Move):
-            key = step.writes.key
-            of = flattened.get(key) or moved.get(key)
-            if of is not None:
-                source[key] = source.get(of, of)
-    return source
 
 
 def exchange_bytes(program: DeviceProgram, steps: StepList, itemsize: int = 4) -> dict[int, int]:

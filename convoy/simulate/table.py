@@ -97,8 +97,6 @@ class DeviceCosts:
     fresh_s_per_byte: Seconds
     update_s_per_tensor: Seconds
     jitter_s: Seconds = 0.0
-    traffic_spread: Spread = 0.0
-    update_spread: Spread = 0.0
     other_load: Spread = 0.0
     loss_s_per_byte: Seconds = 0.0
     queue_s: Seconds = 0.0
@@ -331,9 +329,10 @@ def read_fleet_file(path: Path) -> tuple[Fleet, Measurement | None]:
 
 
 _SECTIONS: Mapping[str, type[Any]] = {"device": DeviceCosts, "layer": LayerPoint, "link": LinkSpread}
-_OLD_KEYS = frozenset(
-    {"noise", "beside_s", "rested_s", "burst", "flop_per_s", "memory_bytes_per_s", "measured_w", "measured_by"}
-)
+_OLD_KEYS = (
+    "noise", "beside_s", "rested_s", "burst", "flop_per_s", "memory_bytes_per_s", "measured_w", "measured_by",
+    "traffic_spread", "update_spread",
+)  # fmt: skip
 """Keys of older files about devices, unused."""
 
 

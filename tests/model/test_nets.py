@@ -1,7 +1,5 @@
 """Networks by name: shapes, parameter counts worked out by hand, and what is refused."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import nn
@@ -36,22 +34,13 @@ def test_a_residual_net_of_depth_14() -> None:
     assert sum(1 for m in model.modules() if isinstance(m, nn.BatchNorm2d)) == len(kernels)
 
 
-def test_vgg_of_11_layers() -> None:
-    """Column A of table 1 of Simonyan and Zisserman 2015: eight convolutions and three fully connected layers."""
-    with torch.device("meta"):
-        found = counts(build_net("vgg:11:4096", CIFAR, 10))
-    channels = [3, 64, 128, 256, 256, 512, 512, 512, 512]
-    convolutions = [out * 9 * inner + out for inner, out in pairwise(channels)]
-    assert sum(convolutions) == 9_220_480
-    # Five poolings leave one pixel of 512 channels.
-    assert found == [*convolutions, 512 * 4096 + 4096, 4096 * 4096 + 4096, 4096 * 10 + 10]
-
-
-def test_resnet18_for_small_images() -> None:
-    """Table 1 of He et al. 2016 with a 3x3 stem: the 11,173,962 weights that are usual for ten classes."""
-    with torch.device("meta"):
-        model = build_net("resnet18:64", CIFAR, 10)
-    assert sum(p.numel() for p in model.parameters()) == 11_173_962
+def test_deep_nets_for_small_images_have_their_usual_numbers_of_weights() -> None:
+    """ResNet-18 of He et al. 2016 with a 3x3 stem; VGG-11 of Simonyan and Zisserman 2015, whose convolutions have 9,220,480."""
+    linear = 512 * 4096 + 4096 + 4096 * 4096 + 4096 + 4096 * 10 + 10
+    for text, weights in (("resnet18:64", 11_173_962), ("vgg:11:4096", 9_220_480 + linear)):
+        with torch.device("meta"):
+            model = build_net(text, CIFAR, 10)
+        assert sum(p.numel() for p in model.parameters()) == weights
 
 
 def test_weights_depend_on_the_seed_alone() -> None:

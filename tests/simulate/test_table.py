@@ -113,7 +113,7 @@ def test_jitter_reaches_the_replay_and_an_older_file_has_none() -> None:
     [
         "beside_s = 0.5, rested_s = 0.25, burst = 5.0, ",
         "noise = { overlap_delay_s = 0.5, rested_s = 0.25, burst = 5.0 }, ",
-        'flop_per_s = 1e9, memory_bytes_per_s = 0.0, measured_w = 5.0, measured_by = "rapl", ',
+        'flop_per_s = 1e9, memory_bytes_per_s = 0.0, measured_w = 5.0, measured_by = "rapl", traffic_spread = 0.1, ',
     ],
 )
 def test_unused_keys_of_older_files_are_ignored(keys: str) -> None:
