@@ -1,6 +1,7 @@
 """Run the program of one device, forward and then backward, operation by operation."""
 
 import math
+import operator
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from convoy.runtime.clock import Clock
 from convoy.runtime.cuda_graphs import CudaGraphs, Regions, regions_of
 from convoy.runtime.exchange import Buffers, Lane, Slots
 from convoy.runtime.gradients import Found, SegmentSums, Sums, Worker, collect, own_memory, packed, unpack
-from convoy.runtime.program import BoundFused, Item, Program
+from convoy.runtime.program import BoundSegment, Item, LayerCall, Program
 from convoy.runtime.weights import GatheredParameters, PlanInUse
 
 
@@ -94,7 +95,34 @@ class Executor:
         with_gradients = without_gradients(steps, graph, missing) if missing else steps
         computed = [s for s in with_gradients.phase("backward") if isinstance(s, ComputeStep) and s.part != "input"]
         reached = tuple(dict.fromkeys(p.key for step in computed for p in graph[step.layer].trainable))
-        return Program(steps, made, graph, self.model, reached)
+        program = Program(steps, made, graph, reached)
+        for op in made.forward:
+            if isinstance(op, ops.Fused):
+                program.segments[op.number] = self._segment(op, program.gathered)
+        return program
+
+    def _segment(self, fused: ops.Fused, gathered: Sequence[str]) -> BoundSegment:
+        """Look up everything that forward needs for a segment: in each step it would take the host 10 us per layer."""
+        graph, computed = self.traced.graph, [op for op in fused.operations if isinstance(op, ops.Compute)]
+        wants = dict.fromkeys(fused.reads, False)
+        last: dict[str, int] = {}
+        for number, op in enumerate(computed):
+            last.update(dict.fromkeys((*op.reads, *op.writes), number))
+            for name, wanted in zip(op.reads, op.wants, strict=True):
+                if name in wants:
+                    wants[name] = wants[name] or wanted
+        calls = []
+        for number, op in enumerate(computed):
+            layer = graph[op.layer]
+            held = [p for p in layer.parameters.values() if p.key not in gathered]
+            # A sharded layer's module cannot be called itself.
+            whole = all(tuple(operator.attrgetter(p.key)(self.model).shape) == p.shape for p in held)
+            call = self.calls[op.layer] if whole else self.arithmetic[op.layer].call
+            drops = [name for name, user in last.items() if user == number and name not in fused.writes]
+            calls.append(
+                LayerCall(op.layer, op.reads, op.writes[0], call, op.size.samples, layer.differentiable, drops)
+            )
+        return BoundSegment(tuple(wants.values()), calls)
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
@@ -143,8 +171,8 @@ class Executor:
             lane.run(item.operations, buffers, item.dtype)
 
     def _fused_forward(self, fused: ops.Fused, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
-        wants = [keep and wanted for wanted in tape.program.fused[fused.number].wants]
-        layers = self._layers(fused, tape.program)
+        segment = tape.program.segments[fused.number]
+        wants = [keep and wanted for wanted in segment.wants]
         with self.clock.segment(self._expected_s(fused, tape.program), fused.phase), torch.set_grad_enabled(keep):
             roots = [kernels.enter(buffers[k]) if w else buffers[k] for k, w in zip(fused.reads, wants, strict=True)]
             own: dict[str, Any] = dict(zip(fused.reads, roots, strict=True))
@@ -152,38 +180,23 @@ class Executor:
             del roots
             with kernels.under_autocast(tape.precision, self.group.torch_device.type):
                 ready = 0  # a CUDA graph has done the computations before this index
-                for number, (reads, write, call, samples, differentiable, drops) in enumerate(layers):
+                for number, layer in enumerate(segment.calls):
                     if self.graphs is not None and (region := tape.regions.get((fused.number, number))) is not None:
                         ready = number + region.run(own, self.graphs)
                     if number >= ready:
-                        inputs = [own[name] for name in reads]
-                        if keep and not differentiable:
+                        inputs = [own[name] for name in layer.reads]
+                        if keep and not layer.differentiable:
                             with torch.no_grad():
-                                own[write] = call(inputs, samples)
+                                own[layer.write] = layer.call(inputs, layer.samples)
                         else:
-                            own[write] = call(inputs, samples)
+                            own[layer.write] = layer.call(inputs, layer.samples)
                         del inputs
-                    for name in drops:
+                    for name in layer.drops:
                         own.pop(name, None)  # values inside a CUDA graph are not in the dict
             made = [kernels.widened(own[name], tape.precision) for name in fused.writes]
         buffers.update(zip(fused.writes, map(kernels.detached, made), strict=True))
         if keep:
             tape.fused[fused.number] = (begin, tuple(map(kernels.edge_of, made)))
-
-    def _layers(self, fused: ops.Fused, program: Program) -> Sequence[Any]:
-        """Return what forward needs for each layer of a segment, from a cache: it would take the host 10 us per layer."""
-        if fused.number not in program.layers:
-            bound, computed = program.fused[fused.number], fused.operations
-            program.layers[fused.number] = [
-                (op.reads, op.writes[0], self.call_of(op.layer, bound), op.size.samples,
-                 self.traced.graph[op.layer].differentiable, drops)
-                for op, drops in zip(computed, bound.drops, strict=True) if isinstance(op, ops.Compute)
-            ]  # fmt: skip
-        return program.layers[fused.number]
-
-    def call_of(self, layer: str, bound: BoundFused) -> kernels.Call:
-        # A sharded layer's module cannot be called itself.
-        return self.calls[layer] if layer in bound.whole else self.arithmetic[layer].call
 
     def _expected_s(self, fused: ops.Fused, program: Program) -> dict[str, float]:
         key = (fused.number, fused.phase)
@@ -342,7 +355,7 @@ class Executor:
             del pairs
             gradients = roots.or_zeros(results)
         wanted = [
-            name for name, wants in zip(fused.writes, tape.program.fused[fused.number].wants, strict=True) if wants
+            name for name, wants in zip(fused.writes, tape.program.segments[fused.number].wants, strict=True) if wants
         ]
         buffers.update((name, g) for name, g in zip(wanted, gradients, strict=True) if name)
         for key, gradient in zip(parameters, results, strict=True):

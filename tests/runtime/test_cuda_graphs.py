@@ -124,7 +124,7 @@ def test_dropout_draws_the_same_numbers(made: list[CudaGraphs]) -> None:
             losses.append(train(part, [8] * 6))
     assert losses[1] == losses[0]
     assert_used(made)
-    captured = [op.layer for region in regions_in(part) for op in region.ops]
+    captured = [op.layer for region in regions_in(part) for op in region.layers]
     assert captured
     assert not any(part.traced[True].graph[name].random for name in captured)
 
@@ -288,7 +288,7 @@ def test_region_ends_where_a_gradient_sum_starts(monkeypatch: pytest.MonkeyPatch
         here = Distributed(model, plan, group, x)
         program = here._programs.get(True, 8)
         found = cuda_graphs.regions_of(here._executors[True], program, (None, True))
-        return [[op.layer for op in region.ops] for region in found.values()]
+        return [[op.layer for op in region.layers] for region in found.values()]
 
     assert run_on_threads(2, modules) == [[["1", "2", "3"], ["4", "5"]]] * 2
 
