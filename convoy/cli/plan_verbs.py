@@ -1,15 +1,20 @@
-"""Defines the verbs plan and predict."""
+"""Defines the verbs measure, plan and predict."""
 
+import os
 import re
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from convoy.cli.options import app, argument, flag, help_of, option
-from convoy.config.train_options import numbers
+import typer
+
+from convoy.cli.options import app, argument, flag, help_of, in_job, option, with_options, with_settings
+from convoy.comm.job_key import choose
+from convoy.config.train_options import Settings, numbers
 from convoy.errors import InputError, shortened, shown
 from convoy.files import unwritable, write_whole
 from convoy.fleet import Device, Fleet, Host, Nic
@@ -23,14 +28,116 @@ if TYPE_CHECKING:  # these import torch
 
 NetName = argument("NET", "Net, as for convoy train: two-conv:K1:K2, torchvision:NAME, ...")
 FleetFile = option("PATH", "Fleet file, measured for this net by `convoy measure`, or described.")
-Batch = Annotated[int, option("N", help_of("batch"))]
-Image = Annotated[str, option("C,H,W", "Channels, height, width of the images.")]
-Classes = Annotated[int, option("N", "Classes.")]
-Optimizer = Annotated[str, option("TEXT", "Optimizer, for the memory of its state: sgd, sgd-momentum or adam.")]
-Outputs = Annotated[str, option("TEXT", "Where the outputs are: everywhere, or where-computed (for convoy.loss).")]
+QUESTION: dict[str, tuple[Any, Any]] = {
+    "batch": (Annotated[int, option("N", help_of("batch"))], 64),
+    "image": (Annotated[str, option("C,H,W", "Channels, height, width of the images.")], "3,32,32"),
+    "classes": (Annotated[int, option("N", "Classes.")], 10),
+    "optimizer": (
+        Annotated[str, option("TEXT", "Optimizer, for the memory of its state: sgd, sgd-momentum or adam.")],
+        "sgd-momentum",
+    ),
+    "outputs": (
+        Annotated[str, option("TEXT", "Where the outputs are: everywhere, or where-computed (for convoy.loss).")],
+        "everywhere",
+    ),
+}
+"""Options of `convoy plan`, and with other images those of `convoy predict`: annotation and default."""
+
+FORECAST = {**QUESTION, "image": (QUESTION["image"][0], "3,224,224"), "classes": (QUESTION["classes"][0], 1000)}
 
 MAX_PIXELS = 8192  # per side of an image
 MAX_NAMED = 64  # devices in `--on`
+
+
+@app.command()
+@with_settings(
+    "data", "data_dir", "image_size", "net", "devices", "batch", "slowdown", "precision", "budget_s", "timeout_s", "job_key",
+    "trust_network", "port", budget_s=60.0,
+)  # fmt: skip
+def measure(
+    output: Annotated[Path, option("PATH", "Fleet file to write: devices, links, times of layers.", "--output", "-o")],
+    fleet: Annotated[Path | None, option("PATH", "Fleet file to start from; see convoy train --fleet.")] = None,
+    **given: Any,
+) -> None:
+    """Measure this fleet: layers on each device, links between hosts.
+
+    Run it on all devices at once: here on local processes, over ssh on the hosts of a fleet file, under torchrun, srun or
+    mpirun, or under convoy emulate.
+    """
+    from convoy.config.run_file import resolve_settings
+
+    one_of_job = in_job()
+    settings = resolve_settings(None, given).settings
+    choose(settings.job_key, settings.trust_network, os.environ)
+    if not one_of_job:
+        from convoy.launch.fleet import measure_on_fleet, startable
+
+        if fleet is not None and (hosts := startable(fleet)) is not None:
+            raise typer.Exit(measure_on_fleet(hosts, fleet, sys.argv[1:], given["devices"] is not None, settings.port))
+    if one_of_job or len(settings.device_names) == 1:
+        measure_device(output, settings, fleet)
+        return
+    from convoy.launch.host_job import JobOptions
+    from convoy.launch.local import launch_local
+
+    check_measure(output, settings, fleet)
+    raise typer.Exit(launch_local(sys.argv[1:], settings.device_names, options=JobOptions(port=settings.port)))
+
+
+def check_measure(output: Path, settings: Settings, fleet: Path | None) -> None:
+    """Refuse bad input in the launcher, before it starts devices. Raises InputError, DataError."""
+    from convoy.cli.train_parts import build_model, load_images
+    from convoy.config.checks import check, check_output, check_places
+
+    check(settings)
+    check_places(settings)
+    check_output("--output", output)
+    described, count = _described(fleet), len(settings.device_names)
+    if described is not None and len(described.devices) != count:
+        raise InputError(f"--devices {count}, but the fleet file has {len(described.devices)}: give the same number")
+    build_model(settings, load_images(settings))
+
+
+def _described(path: Path | None) -> Fleet | None:
+    """Return the fleet of --fleet or of `convoy emulate`, without earlier measurements."""
+    from convoy.simulate.table import read_fleet_file
+
+    path = path or (Path(named) if (named := os.environ.get("CONVOY_FLEET")) else None)
+    return None if path is None else read_fleet_file(path)[0]
+
+
+def measure_device(output: Path, settings: Settings, fleet: Path | None) -> None:
+    """Measure as one device of a job. Device 0 prints, and replaces the output at the end."""
+    from rich.console import Console
+
+    from convoy.cli.joining import device_named
+    from convoy.cli.train_parts import build_model, example_of, load_images
+    from convoy.comm.environment import imposed_slowdown
+    from convoy.comm.processes import join
+    from convoy.config.checks import check, check_output
+    from convoy.files import write_whole
+    from convoy.measure.measure_job import MeasureOptions, measure_job
+    from convoy.model.tracing import trace
+    from convoy.report.measured import show
+    from convoy.report.screen import Wait
+
+    check(settings)
+    with join(device_named(settings.device_names), timeout_s=settings.timeout_s) as group:
+        if group.device == 0:
+            check_output("--output", output)
+        splits = load_images(settings)
+        model = build_model(settings, splits)
+        console = Console(quiet=group.device != 0, highlight=False)
+        options = MeasureOptions(
+            settings.net, _described(fleet), settings.budget_s,
+            slowdown=settings.slowdowns[group.device] * imposed_slowdown(), precision=settings.precision
+        )  # fmt: skip
+        with Wait(console, "measuring", settings.budget_s) as progress:
+            measured = measure_job(group, trace(model, example_of(splits)), model, settings.batch, options, progress)
+        if group.device == 0:
+            write_whole(output, measured.to_toml())
+            show(measured, console)
+            console.print(f"Written to {output}", soft_wrap=True)
 
 
 def image_sizes(text: str) -> tuple[int, int, int]:
@@ -45,24 +152,21 @@ def image_sizes(text: str) -> tuple[int, int, int]:
 
 
 def check_question(
-    net: str, image: str, classes: int, batch: int, optimizer: str, *, wire: str = "exact", outputs: str
+    net: str, asked: Mapping[str, Any], wire: str = "exact"
 ) -> Callable[["FleetKnowledge"], "PlanRequest"]:
-    """Check a net and its planning options before torch is imported. Return a function that builds the planning request.
-
-    Both raise InputError; the function also raises MismatchError and PlanError, as `PlanRequest` and `graph_of` do.
-    """
+    """Check a net and its `QUESTION` before torch is imported. Return a function that builds the planning request."""
     from convoy.config.checks import check_net
     from convoy.plan.plan import parse_outputs
 
     check_net(net)
-    sizes, comm_dtype, place = image_sizes(image), parse_comm_dtype(wire), parse_outputs(outputs)
+    sizes, comm_dtype, place = image_sizes(asked["image"]), parse_comm_dtype(wire), parse_outputs(asked["outputs"])
 
     def build(fleet: "FleetKnowledge") -> "PlanRequest":
         from convoy.model.nets import graph_of
         from convoy.planner.request import PlanRequest
 
-        graph = graph_of(net, sizes, classes)
-        return PlanRequest(graph, batch, fleet, optimizer=optimizer, wire=comm_dtype, outputs=place)
+        graph, optimizer = graph_of(net, sizes, asked["classes"]), asked["optimizer"]
+        return PlanRequest(graph, asked["batch"], fleet, optimizer=optimizer, wire=comm_dtype, outputs=place)
 
     return build
 
@@ -80,20 +184,17 @@ def _waiting(text: str) -> Iterator["Wait"]:
 
 
 @app.command()
+@with_options(QUESTION)
 def plan(
     net: Annotated[str, NetName],
     fleet: Annotated[Path, FleetFile],
-    batch: Batch = 64,
-    image: Image = "3,32,32",
-    classes: Classes = 10,
     output: Annotated[
         Path | None, option("PATH", "Write the chosen plan to this file (JSON).", "--output", "-o")
     ] = None,
-    optimizer: Optimizer = "sgd-momentum",
     wire: Annotated[str, option("TEXT", help_of("wire"))] = "exact",
-    outputs: Outputs = "everywhere",
     accumulate: Annotated[int, option("N", "Equal micro-batches per step.")] = 1,
     trace: Annotated[Path | None, option("PATH", "Folder for a trace and a picture of each plan's step.")] = None,
+    **given: Any,
 ) -> None:
     """Predict every plan on a fleet, measured or described, and choose one.
 
@@ -103,7 +204,8 @@ def plan(
 
     Example: convoy plan two-conv:150:800 --batch 256 --fleet fleet.toml -o plan.json
     """
-    build = check_question(net, image, classes, batch, optimizer, wire=wire, outputs=outputs)
+    asked = {name: default for name, (_, default) in QUESTION.items()} | given
+    build = check_question(net, asked, wire)
     if trace is not None and (why := unwritable(trace)):
         raise InputError(f"cannot make the folder {shown(trace)}: {why}; give one that can be made")
     from convoy.config.checks import check_output
@@ -135,25 +237,22 @@ def plan(
         write_whole(output, rows[-1].plan.to_json())
         several = f" --accumulate {accumulate}" if accumulate > 1 else ""
         console.print(
-            f"Written to {output}: convoy train --plan {output} --batch {batch}{several} --devices {len(request.names)} ..."
+            f"Written to {output}: convoy train --plan {output} --batch {asked['batch']}{several} --devices {len(request.names)} ..."
         )
 
 
 @app.command()
+@with_options(FORECAST)
 def predict(
     net: Annotated[str | None, NetName] = None,
     on: Annotated[
         str | None, option("CLASSES", "Devices, one per machine: laptop-cpu,2xrtx3060,rtx3060+rtx3090.")
     ] = None,
     fleet: Annotated[Path | None, FleetFile] = None,
-    batch: Batch = 64,
-    image: Image = "3,224,224",
-    classes: Classes = 1000,
     link: Annotated[float, option("RATE", "Speed of each machine's NIC, with --on.", show_default="1Gbit")] = 125e6,
     latency: Annotated[float, option("TIME", "From machine to machine, with --on.", show_default="100us")] = 1e-4,
-    optimizer: Optimizer = "sgd-momentum",
-    outputs: Outputs = "everywhere",
     list_them: Annotated[bool, flag("List the device classes and stop.", "--list")] = False,
+    **given: Any,
 ) -> None:
     """Predict whether a fleet would pay, before anything is installed.
 
@@ -170,7 +269,8 @@ def predict(
         return
     if net is None:
         raise InputError("convoy predict needs a net: e.g. torchvision:resnet50 --on laptop-cpu,rtx3060")
-    build = check_question(net, image, classes, batch, optimizer, outputs=outputs)
+    asked = {name: default for name, (_, default) in FORECAST.items()} | given
+    build = check_question(net, asked)
     if (on is None) == (fleet is None):
         raise InputError("give the fleet, once: --on laptop-cpu,rtx3060 (--list has the names), or --fleet FILE")
     from convoy.planner.knowledge import FleetKnowledge
@@ -183,7 +283,7 @@ def predict(
     with _waiting(f"predicting {net}") as show:
         found = forecast(build(FleetKnowledge(described, measured)), show)
     took_s = time.perf_counter() - begin_s
-    show_forecast(Screen(visible=True).console, found, described, net, image_sizes(image), took_s)
+    show_forecast(Screen(visible=True).console, found, described, net, image_sizes(asked["image"]), took_s)
 
 
 def fleet_on(text: str, link_bytes_per_s: float, latency_s: float) -> Fleet:
