@@ -55,9 +55,6 @@ def run_of(offer: Fields, own: Mapping[str, Any], accepted: Collection[str] = ()
     Args:
         own: settings of this device alone.
         accepted: functions outside of the working folder that the job may name as its net or data.
-
-    Raises:
-        InputError: a folder for checkpoints, while the job saves none; a function that is not accepted.
     """
     table = parse_toml(str(offer["run"]), "the job's settings", "")
     if "checkpoint" in own and "checkpoint" not in table:
@@ -102,12 +99,6 @@ class TrainAdmission(ScriptAdmission):
     def __init__(self, model: Distributed, data: str, replan: Replanner, reporter: Reporter) -> None:
         super().__init__(model, replan, lambda: True)
         self.data, self.reporter = data, reporter
-
-    @property
-    def facts(self) -> Fields:
-        """Return the facts that this joining device reports; `build_members` adds `known`."""
-        row = self.reporter.devices[0]
-        return {"same": self.required(), "title": f"host {row[1]}, {row[0]}", "device": list(row)}
 
     def required(self) -> dict[str, str]:
         """Return the values that must be equal on all devices, by their names in messages."""
@@ -193,7 +184,9 @@ def build_members(
     roster.update(run="" if reporter.directory is None else str(reporter.directory.run.absolute()))
     entrance = home = None
     if invitation is not None and known is not None:
-        entrance = invitation.entrance, admission.facts | {"known": known.to_json()}
+        row = reporter.devices[0]
+        facts = {"same": admission.required(), "title": f"host {row[1]}, {row[0]}", "device": list(row)}
+        entrance = invitation.entrance, facts | {"known": known.to_json()}
     elif settings.recovers and settings.listens_at:
         home = home_at(*settings.listens_at, model.group)
     if model.group.devices == 1 and entrance is None and home is None:

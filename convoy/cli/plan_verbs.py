@@ -141,7 +141,6 @@ def measure_device(output: Path, settings: Settings, fleet: Path | None) -> None
 
 
 def image_sizes(text: str) -> tuple[int, int, int]:
-    """Parse channels, height and width. Raises InputError if they are invalid."""
     try:
         channels, height, width = sizes = numbers(text)
     except ValueError:  # no numbers, or not three
@@ -173,7 +172,6 @@ def check_question(
 
 @contextmanager
 def _waiting(text: str) -> Iterator["Wait"]:
-    """Show the current task on standard error."""
     from rich.console import Console
 
     from convoy.report.screen import Wait
@@ -235,10 +233,9 @@ def plan(
             print(f"wrote {write_step(prediction_line(row, request), trace / f'{name}.html', title)}")
     if output is not None:
         write_whole(output, rows[-1].plan.to_json())
-        several = f" --accumulate {accumulate}" if accumulate > 1 else ""
-        console.print(
-            f"Written to {output}: convoy train --plan {output} --batch {asked['batch']}{several} --devices {len(request.names)} ..."
-        )
+        options = f"--batch {asked['batch']}" + (f" --accumulate {accumulate}" if accumulate > 1 else "")
+        devices = len(request.names)
+        console.print(f"Written to {output}: convoy train --plan {output} {options} --devices {devices} ...")
 
 
 @app.command()
@@ -263,9 +260,8 @@ def predict(
     begin_s = time.perf_counter()
     if list_them:
         from convoy.report.plans import show_classes
-        from convoy.report.screen import Screen
 
-        show_classes(Screen(visible=True).console, list(device_classes().values()))
+        show_classes(list(device_classes().values()))
         return
     if net is None:
         raise InputError("convoy predict needs a net: e.g. torchvision:resnet50 --on laptop-cpu,rtx3060")

@@ -42,11 +42,6 @@ def numbers(value: Any) -> tuple[float, ...]:
     raise InputError("give numbers with commas between them, e.g. 1,1,2,4")
 
 
-def seconds(value: Any) -> Any:
-    """Parse seconds from text: 450 ms, 2 min, 30. Return other types unchanged."""
-    return quantity(value, "s") if isinstance(value, str) else value
-
-
 def sizes(value: Any) -> Any:
     """Parse comma-separated byte sizes: 6 GB,8 GB."""
     parts = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int | float) else value
@@ -114,22 +109,15 @@ def _imported(home: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _one_of(home: str) -> AfterValidator:
-    """Check a name against the choices in `module:name`."""
-
-    def check(name: str) -> str:
-        if name not in (choices := _imported(home)):
-            raise InputError(f"choose one of {', '.join(sorted(choices))}")
-        return name
-
-    return AfterValidator(check)
-
-
 def _checked_by(home: str) -> AfterValidator:
-    """Check a text by calling `module:function`."""
+    """Check a text with `module:name`: a function, or the allowed texts."""
 
     def check(text: str) -> str:
-        _imported(home)(text)
+        rule = _imported(home)
+        if callable(rule):
+            rule(text)
+        elif text not in rule:
+            raise InputError(f"choose one of {', '.join(sorted(rule))}")
         return text
 
     return AfterValidator(check)
@@ -147,7 +135,7 @@ def _needs(package: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-Seconds = Annotated[float, BeforeValidator(seconds)]
+Seconds = Annotated[float, BeforeValidator(lambda value: quantity(value, "s") if isinstance(value, str) else value)]
 Sizes = Annotated[tuple[float, ...], BeforeValidator(sizes)]
 File = Annotated[Path, BeforeValidator(a_path), Field(strict=False)]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(numbers)]
@@ -193,8 +181,7 @@ class Settings(BaseModel):
 
     data: Annotated[str, _checked_by("convoy.data:check")] = _data(
         "digits",
-        "Images by name, folder:PATH or MODULE:FUNCTION. By name: digits, fashion-mnist, cifar10, cifar100. The function "
-        "returns a torch Dataset, or two.",
+        "Images: digits, fashion-mnist, cifar10, cifar100, folder:PATH, or a MODULE:FUNCTION of torch Datasets.",
         often=True,
     )
     data_dir: File | None = _data(
@@ -202,12 +189,11 @@ class Settings(BaseModel):
     )
     image_size: int | None = _data(None, "Resize a folder's images to this side, in pixels.", ge=1, le=8192)
     test_fraction: float | None = _data(
-        None, "Part of each class to hold out for tests, if the data has no test images. Default: 0.2.", gt=0, lt=1
+        None, "Part to hold out for tests, if there are none. Default: 0.2.", gt=0, lt=1
     )
     augment: Annotated[str, _checked_by("convoy.data.augment:augment_steps")] | None = _data(
         None,
-        "Augment training images, e.g. crop,flip. Steps: crop[:PADDING], flip, resized-crop[:AREA], jitter[:STRENGTH], "
-        "cutout[:SIDE], erase[:PROBABILITY].",
+        "Augment training images, e.g. crop,flip. Steps: crop, flip, resized-crop, jitter, cutout, erase, each with :VALUE.",
     )
     limit: int | None = _data(None, "Use only the first N training images.", ge=1)
     workers: int = _data(0, "Processes per device that load batches ahead; 0: none.", here=True, ge=0, le=256)
@@ -229,9 +215,8 @@ class Settings(BaseModel):
         AUTO_DEVICE,
         "Devices here: auto, all, a number, or names. auto: every GPU, or the CPU. all: GPUs and CPU. 4: four CPU "
         "processes. Names: cuda:0,cpu. Ignored under torchrun, srun and mpirun.",
-        here=True,
-        often=True,
-    )
+        here=True, often=True,
+    )  # fmt: skip
     slowdown: Numbers | None = _fleet(None, "Slow each device down by a factor, e.g. 1,1,2,4.")
     speeds: Numbers | None = _fleet(None, "Speeds per device instead of measured ones, e.g. 4,4,2,1.")
     reduce: Reduce | None = _fleet(None, "All-reduce: ring, butterfly, direct or star. Default: as the plan says.")
@@ -240,11 +225,11 @@ class Settings(BaseModel):
         "Format of sent activations and gradients: exact, or inexact-bf16: half the bytes. Default: as the plan says.",
     )
     rebalance: bool | None = _fleet(
-        None, "Change the shares if a device is faster or slower than predicted. Default: with --plan auto on CPUs."
+        None, "Change the shares if speeds differ from those predicted. Default: with auto."
     )
     compile: bool = _fleet(False, "Run layers through torch.compile. It needs a C++ compiler, or Triton on GPUs.")
     memory: Sizes | None = _fleet(
-        None, "Memory per device, e.g. 6 GB, or 6 GB,8 GB. Default: all, or the fleet file's memory_bytes."
+        None, "Memory per device, e.g. 6 GB, or 6 GB,8 GB. Default: all, or the fleet file's."
     )
     tf32: bool | None = _fleet(None, "Let GPUs round float32 to TF32. Default: as torch does, in convolutions only.")
     deterministic: bool = _fleet(False, "Use only deterministic algorithms of torch. A layer without one is an error.")
@@ -257,19 +242,16 @@ class Settings(BaseModel):
     budget_s: Seconds = _fleet(20.0, "Approximate time for measuring, with --plan auto.", here=True, gt=0, le=1e6)
     spare: Literal["auto", "every-step", "none"] = _fleet(
         "auto",
-        "How often to keep a snapshot, so that the others continue if a device is lost. auto: as often as costs at most 2 % "
-        "of the time. none: a lost device ends the training.",
+        "Snapshots, so that the others continue if a device is lost. auto: they cost at most 2 %. none: its loss ends the job.",
     )
     job_key: File | None = _fleet(
-        None, "Key file of a job that torchrun, srun or mpirun starts on several machines.", here=True
+        None, "Key file of a job that another launcher starts on several machines.", here=True
     )
     trust_network: bool = _fleet(
         False, "No authentication, no encryption. Anyone who reaches the ports can read and end the job.", here=True
     )
     listen: Listen | None = _fleet(
-        None,
-        "Let devices join at HOST or HOST:PORT of this machine (with --fleet, of device 0). Needs --job-key.",
-        here=True,
+        None, "Let devices join at HOST or HOST:PORT of this machine (or of device 0's). Needs --job-key.", here=True
     )
     port: int | None = _fleet(None, "Rendezvous port of the processes; default: a free one.", here=True, ge=0, le=65535)
     timeout_s: Seconds = _fleet(60.0, "Time after which a silent device counts as lost.", here=True, gt=0, le=1e6)
@@ -277,11 +259,13 @@ class Settings(BaseModel):
     epochs: int = _step(1, "Passes over the training images.", often=True, ge=1)
     batch: int = _step(64, "Global batch: samples per step.", often=True, ge=1)
     accumulate: int = _step(1, "Micro-batches per step: less memory, the same numbers (except of batch norm).", ge=1)
-    optimizer: Annotated[str, _one_of("convoy.train.loop:OPTIMIZERS")] = _step("sgd", "sgd, adam or adamw.", often=True)
+    optimizer: Annotated[str, _checked_by("convoy.train.loop:OPTIMIZERS")] = _step(
+        "sgd", "sgd, adam or adamw.", often=True
+    )
     lr: float = _step(0.01, "Learning rate, or the highest of a schedule.", often=True, gt=0)
     momentum: float = _step(0.9, "Momentum of sgd.", ge=0)
     weight_decay: float = _step(0.0, "Weight decay.", ge=0)
-    schedule: Annotated[str, _one_of("convoy.train.loop:SCHEDULES")] = _step(
+    schedule: Annotated[str, _checked_by("convoy.train.loop:SCHEDULES")] = _step(
         "constant",
         "constant, cosine, step or one-cycle. step: times --drop-factor after every --drop-epochs. one-cycle: up from 1/25.",
         often=True,
@@ -292,7 +276,7 @@ class Settings(BaseModel):
     clip_norm: float | None = _step(None, "Clip the norm of all gradients, over all devices, to this.", gt=0)
     label_smoothing: float = _step(0.0, "Part of each label that is spread over all classes, e.g. 0.1.", ge=0, lt=1)
     ema: float | None = _step(None, "Test a moving average of the weights, with this decay per step.", ge=0, lt=1)
-    precision: Annotated[str, _one_of("convoy.runtime.precision:PRECISIONS")] = _step(
+    precision: Annotated[str, _checked_by("convoy.runtime.precision:PRECISIONS")] = _step(
         "float32",
         "Layers compute in float32, bf16 or fp16. Weights and all-reduce stay float32. fp16 scales the loss and needs GPUs.",
         often=True,
@@ -303,9 +287,8 @@ class Settings(BaseModel):
     evaluate_steps: int | None = _test(None, "Test after every N steps, too.", ge=1)
 
     checkpoint: File | None = _output(
-        None, "Save the run in this folder after every epoch; --resume continues it. The last three and the best are kept.",
-        often=True,
-    )  # fmt: skip
+        None, "Save the run in this folder after every epoch (the last three and the best); see --resume.", often=True
+    )
     checkpoint_steps: int | None = _output(None, "Save a checkpoint after every N steps, too.", here=False, ge=1)
     resume: bool = _output(False, "Continue from the latest checkpoint, on any devices.", here=False)
     on_nan: Literal["warn", "stop"] = _output("warn", "At the first NaN or infinite loss: warn, or stop.", here=False)
@@ -327,7 +310,6 @@ class Settings(BaseModel):
 
     @property
     def slowdowns(self) -> tuple[float, ...]:
-        """One per device."""
         return (1.0,) * len(self.device_names) if self.slowdown is None else self.slowdown
 
     @property

@@ -238,8 +238,9 @@ def _link(bytes_per_s: float) -> str:
     return f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s"
 
 
-def show_classes(console: Console, classes: Sequence[DeviceClass]) -> None:
+def show_classes(classes: Sequence[DeviceClass]) -> None:
     """Print the catalogue, a row per class."""
+    console = Screen(visible=True).console
     print_table(
         console, f"{len(classes)} device classes",
         ("class", "description", "float32", "memory/s", "memory", "watts"),
