@@ -81,8 +81,8 @@ def prepare(
         the distributed model, the optimizer, the loader, and `more` loaders, in this order.
 
     Raises:
-        InputError: an optimizer of another model, a loader whose batches cannot be split, a model that does not run.
-        PlanError: a plan that does not fit.
+        InputError: an optimizer of another model, a loader whose batches cannot be split, a model that does not run; as
+            PlanError: a plan that does not fit.
         MismatchError: the devices were started differently.
         DeviceLostError: a device did not come, or did not answer.
     """
@@ -146,11 +146,6 @@ def make_plan(
         example: one batch of each input; only shape and dtype matter.
         batch: global batch, in samples.
         options: see `PlanOptions`: speeds, reduce, wire, outputs, fleet, budget_s, precision, slowdown, ...
-
-    Raises:
-        InputError, PlanError: an unknown name (the choices are listed), a batch below 1, speeds that do not fit; no plan
-            that fits the devices' memory.
-        DeviceLostError: a device did not answer while speeds were shared.
     """
     return make_plans(model, example, batch, group, name, **options)[0]
 
@@ -170,11 +165,7 @@ def distribute(
     Args:
         precision: in which its layers compute: "float32" (the type that the model has), "bf16" or "fp16"; see `compute_in`.
             Weights and messages keep their type. With fp16, use `convoy.GradScaler` for the loss.
-        compile: use torch.compile for runs of layers, in which it gives their numbers up to
-            rounding. It needs a C++ compiler (on GPUs Triton).
-
-    Raises:
-        InputError, PlanError, MismatchError: see `Distributed` and `compute_in`.
+        compile: use torch.compile for runs of layers: their numbers up to rounding. It needs a C++ compiler (on GPUs Triton).
     """
     part = Distributed(model, plan, group, example, slowdown=slowdown, compile=compile)
     compute_in(part, precision)

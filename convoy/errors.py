@@ -17,15 +17,12 @@ import difflib
 from collections.abc import Iterable
 from typing import Self
 
-MOST_SHOWN = 200
-"""Largest number of characters that a message shows of a value."""
-
-MOST_LINE, MOST_LINES = 1500, 60
-"""Largest number of characters of a line in a message, and of lines."""
+MOST_SHOWN = 200  # characters that a message shows of a value
+MOST_LINE, MOST_LINES = 1500, 60  # characters of a line in a message, and lines
 
 
 def shown(value: object) -> str:
-    """Return a value's text for a message, such as its repr; at most about `MOST_SHOWN` characters."""
+    """Return a value's text for a message, at most about `MOST_SHOWN` characters."""
     try:
         text = repr(value) if isinstance(value, str | bytes | int | float | list | tuple | dict | None) else str(value)
     except (RecursionError, ValueError):  # nested too deeply, or an integer of more than 4,300 digits

@@ -181,7 +181,7 @@ class Settings(BaseModel):
 
     data: Annotated[str, _checked_by("convoy.data:check")] = _data(
         "digits",
-        "Images: digits, fashion-mnist, cifar10, cifar100, folder:PATH, or a MODULE:FUNCTION of torch Datasets.",
+        "Images by name, folder:PATH or MODULE:FUNCTION. Names: digits, fashion-mnist, cifar10, cifar100.",
         often=True,
     )
     data_dir: File | None = _data(
@@ -287,7 +287,7 @@ class Settings(BaseModel):
     evaluate_steps: int | None = _test(None, "Test after every N steps, too.", ge=1)
 
     checkpoint: File | None = _output(
-        None, "Save the run in this folder after every epoch (the last three and the best); see --resume.", often=True
+        None, "Save the run in this folder after every epoch. The last three and the best stay.", often=True
     )
     checkpoint_steps: int | None = _output(None, "Save a checkpoint after every N steps, too.", here=False, ge=1)
     resume: bool = _output(False, "Continue from the latest checkpoint, on any devices.", here=False)

@@ -84,7 +84,7 @@ def test_training_continues_while_the_disk_is_full(tmp_path: Path, monkeypatch: 
     told = found[0][1]
     assert [line.split()[0] for line in told] == ["saved", "WARNING:", "WARNING:", "saved"]
     assert f"cannot write the checkpoint of step 2 into {tmp_path / 'run'}: No space left on device" in told[1]
-    assert "are free there: make room there, or name another folder. " in told[1]
+    assert "bytes: make room there, or name another folder. " in told[1]
     assert (
         "Earlier checkpoints are as they were. Training continues, and the next checkpoint is tried when due" in told[1]
     )
