@@ -22,16 +22,7 @@ from convoy.plan.presets import AUTO
 from convoy.planner.request import PlanOptions
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import compute_in, dtype_named
-from convoy.train.adopt import (
-    AdoptedLoader,
-    batch_size_of,
-    check_prepared,
-    first_samples,
-    in_batches,
-    local_loader,
-    rebind,
-    state_rows,
-)
+from convoy.train import adopt
 from convoy.train.loader import Loader
 
 __all__ = ["Plans", "distribute", "is_first", "loader", "make_plan", "make_plans", "prepare", "print"]
@@ -89,25 +80,25 @@ def prepare(
     global _group
     precision, slowdown = options.get("precision", "float32"), options.get("slowdown", 1.0)
     dtype_named(precision)
-    check_prepared(model, optimizer, loader, more)
-    source = in_batches(loader, batch_size)
+    adopt.check_prepared(model, optimizer, loader, more)
+    source = adopt.in_batches(loader, batch_size)
     if group is None:
         group = _group = _group if _group is not None and _group.failure is None else join()
-    example = first_samples(source)
+    example = adopt.first_samples(source)
     state = "adam"
     if optimizer is None or isinstance(optimizer, torch.optim.SGD):
         state = "sgd-momentum" if optimizer is None or optimizer.defaults.get("momentum", 0) else "sgd"
-    made = make_plans(model, example, batch_size_of(source), group, plan, optimizer=state, **options)[0]
+    made = make_plans(model, example, adopt.batch_size_of(source), group, plan, optimizer=state, **options)[0]
     names: dict[Tensor, str] = {parameter: name for name, parameter in unwrapped(model).named_parameters()}
-    before = {} if optimizer is None else state_rows(optimizer, names)
+    before = {} if optimizer is None else adopt.state_rows(optimizer, names)
     part = Distributed(model, made, group, example, slowdown=slowdown, compile=compile, takes_over=True)
     compute_in(part, precision)
     _print_unsplit(part)
     part.takes_whole = not parts
     if optimizer is not None:
-        rebind(optimizer, names, before, part)
-    adopt = local_loader if parts else AdoptedLoader
-    return (part, optimizer, *(adopt(each, part) for each in (source, *more)))
+        adopt.rebind(optimizer, names, before, part)
+    adopted = adopt.local_loader if parts else adopt.AdoptedLoader
+    return (part, optimizer, *(adopted(each, part) for each in (source, *more)))
 
 
 def _print_unsplit(part: Distributed) -> None:

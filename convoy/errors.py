@@ -1,17 +1,4 @@
-"""The errors that Convoy raises on purpose.
-
-::
-
-    ConvoyError            base class
-    ├── InputError         unusable user input: a name, a number, a file, a plan
-    │   ├── PlanError      a plan that does not fit the model, the devices or itself
-    │   └── DataError      images that are missing, truncated or do not match their checksum
-    ├── DivergedError      the loss is NaN or infinite, and training should stop there
-    ├── MismatchError      the devices of one job have different models, plans or versions
-    └── DeviceLostError    a device died, froze or left; the message names it
-
-Every message gives the value, the rule and the remedy. No message is longer than a screen.
-"""
+"""The errors that Convoy raises on purpose. Every message gives the value, the rule and the remedy, within one screen."""
 
 import difflib
 from collections.abc import Iterable
@@ -63,7 +50,7 @@ class ConvoyError(Exception):
 
 
 class InputError(ConvoyError, ValueError):
-    """Unusable user input."""
+    """Unusable user input: a name, a number, a file, a plan."""
 
 
 class PlanError(InputError):

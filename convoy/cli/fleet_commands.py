@@ -136,9 +136,7 @@ def setup(
     data: Annotated[list[Path] | None, option("PATH", "Send this although git ignores it; may be repeated.")] = None,
     requirements: Annotated[Path | None, option("PATH", "Package names: send only these and their needs.")] = None,
     wheels: Annotated[Path | None, option("PATH", "Folder of wheels that are sent and preferred.")] = None,
-    index: Annotated[
-        str | None, option("URL", "Package index of the hosts, or none. Default: their own.", envvar="CONVOY_INDEX")
-    ] = None,
+    index: Annotated[str | None, option("URL", "Package index of the hosts, or none.", envvar="CONVOY_INDEX")] = None,
     print_lines: Annotated[bool, flag("Print the commands, and run none of them.", "--print")] = False,
     doctor: Annotated[bool | None, flag("Examine the fleet at the end. Default: if packages were installed.")] = None,
 ) -> None:

@@ -186,9 +186,7 @@ def _waiting(text: str) -> Iterator["Wait"]:
 def plan(
     net: Annotated[str, NetName],
     fleet: Annotated[Path, FleetFile],
-    output: Annotated[
-        Path | None, option("PATH", "Write the chosen plan to this file (JSON).", "--output", "-o")
-    ] = None,
+    output: Annotated[Path | None, option("PATH", "Write the chosen plan to this file.", "--output", "-o")] = None,
     wire: Annotated[str, option("TEXT", help_of("wire"))] = "exact",
     accumulate: Annotated[int, option("N", "Equal micro-batches per step.")] = 1,
     trace: Annotated[Path | None, option("PATH", "Folder for a trace and a picture of each plan's step.")] = None,
@@ -242,9 +240,7 @@ def plan(
 @with_options(FORECAST)
 def predict(
     net: Annotated[str | None, NetName] = None,
-    on: Annotated[
-        str | None, option("CLASSES", "Devices, one per machine: laptop-cpu,2xrtx3060,rtx3060+rtx3090.")
-    ] = None,
+    on: Annotated[str | None, option("CLASSES", "Devices by machine: laptop-cpu,2xrtx3060,rtx3060+rtx3090.")] = None,
     fleet: Annotated[Path | None, FleetFile] = None,
     link: Annotated[float, option("RATE", "Speed of each machine's NIC, with --on.", show_default="1Gbit")] = 125e6,
     latency: Annotated[float, option("TIME", "From machine to machine, with --on.", show_default="100us")] = 1e-4,

@@ -75,9 +75,7 @@ def device_names(text: str) -> tuple[str, ...]:
 
 def _devices_text(value: Any) -> Any:
     """Convert a run file's number or list to the text of `--devices`."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    return ",".join(map(str, value)) if isinstance(value, list) else value
+    return str(value) if type(value) is int else ",".join(map(str, value)) if isinstance(value, list) else value
 
 
 def a_path(value: Any) -> Any:
@@ -184,13 +182,9 @@ class Settings(BaseModel):
         "Images by name, folder:PATH or MODULE:FUNCTION. Names: digits, fashion-mnist, cifar10, cifar100.",
         often=True,
     )
-    data_dir: File | None = _data(
-        None, "Folder of a data set's files. Default: a cache, filled by download.", here=True, often=True
-    )
+    data_dir: File | None = _data(None, "Folder of the data's files. Default: a download cache.", here=True, often=True)
     image_size: int | None = _data(None, "Resize a folder's images to this side, in pixels.", ge=1, le=8192)
-    test_fraction: float | None = _data(
-        None, "Part to hold out for tests, if there are none. Default: 0.2.", gt=0, lt=1
-    )
+    test_fraction: float | None = _data(None, "Part to hold out, if no images are for tests. Default: 0.2.", gt=0, lt=1)
     augment: Annotated[str, _checked_by("convoy.data.augment:augment_steps")] | None = _data(
         None,
         "Augment training images, e.g. crop,flip. Steps: crop, flip, resized-crop, jitter, cutout, erase, each with :VALUE.",
@@ -221,32 +215,22 @@ class Settings(BaseModel):
     speeds: Numbers | None = _fleet(None, "Speeds per device instead of measured ones, e.g. 4,4,2,1.")
     reduce: Reduce | None = _fleet(None, "All-reduce: ring, butterfly, direct or star. Default: as the plan says.")
     wire: Annotated[CommDtype | None, Wire] = _fleet(
-        None,
-        "Format of sent activations and gradients: exact, or inexact-bf16: half the bytes. Default: as the plan says.",
+        None, "Format of sent activations and gradients: exact, or inexact-bf16 (half the bytes). Default: the plan's."
     )
-    rebalance: bool | None = _fleet(
-        None, "Change the shares if speeds differ from those predicted. Default: with auto."
-    )
+    rebalance: bool | None = _fleet(None, "Change shares if speeds differ from the prediction. Default: with auto.")
     compile: bool = _fleet(False, "Run layers through torch.compile. It needs a C++ compiler, or Triton on GPUs.")
-    memory: Sizes | None = _fleet(
-        None, "Memory per device, e.g. 6 GB, or 6 GB,8 GB. Default: all, or the fleet file's."
-    )
+    memory: Sizes | None = _fleet(None, "Memory per device: 6 GB or 6 GB,8 GB. Default: the fleet file's, or all.")
     tf32: bool | None = _fleet(None, "Let GPUs round float32 to TF32. Default: as torch does, in convolutions only.")
     deterministic: bool = _fleet(False, "Use only deterministic algorithms of torch. A layer without one is an error.")
     fleet: File | None = _fleet(
-        None,
-        "Fleet file; its hosts are started over ssh. Without addresses it is for --plan auto.",
-        here=True,
-        often=True,
+        None, "Fleet file; its hosts are started over ssh. Without addresses: for --plan auto.", here=True, often=True
     )
     budget_s: Seconds = _fleet(20.0, "Approximate time for measuring, with --plan auto.", here=True, gt=0, le=1e6)
     spare: Literal["auto", "every-step", "none"] = _fleet(
         "auto",
         "Snapshots, so that the others continue if a device is lost. auto: they cost at most 2 %. none: its loss ends the job.",
     )
-    job_key: File | None = _fleet(
-        None, "Key file of a job that another launcher starts on several machines.", here=True
-    )
+    job_key: File | None = _fleet(None, "Key file, if another launcher starts the job on several machines.", here=True)
     trust_network: bool = _fleet(
         False, "No authentication, no encryption. Anyone who reaches the ports can read and end the job.", here=True
     )
@@ -286,9 +270,7 @@ class Settings(BaseModel):
     evaluate_epochs: int = _test(1, "Test after every N epochs, and after the last one.", ge=1)
     evaluate_steps: int | None = _test(None, "Test after every N steps, too.", ge=1)
 
-    checkpoint: File | None = _output(
-        None, "Save the run in this folder after every epoch. The last three and the best stay.", often=True
-    )
+    checkpoint: File | None = _output(None, "Save the run in this folder after every epoch; see --resume.", often=True)
     checkpoint_steps: int | None = _output(None, "Save a checkpoint after every N steps, too.", here=False, ge=1)
     resume: bool = _output(False, "Continue from the latest checkpoint, on any devices.", here=False)
     on_nan: Literal["warn", "stop"] = _output("warn", "At the first NaN or infinite loss: warn, or stop.", here=False)
@@ -296,9 +278,7 @@ class Settings(BaseModel):
     explain: bool = _output(False, "Print every setting with its source, and every operation of a step.")
     save_run: File | None = _output(None, "Write all settings to this run file (TOML).")
     save_plan: File | None = _output(None, "Write the plan to this file (JSON).")
-    log: File | None = _output(
-        None, "Log file; none: no log. Default: in the folder of --checkpoint, or in a new one in runs.", often=True
-    )
+    log: File | None = _output(None, "Log file; none: no log. Default: in --checkpoint, or in runs.", often=True)
     page: bool = _output(False, "Write the page of `convoy report` after every epoch.")
     tensorboard: Annotated[File, _needs("tensorboard")] | None = _output(None, "Folder for TensorBoard.")
     wandb: Annotated[str, _needs("wandb")] | None = _output(None, "Project of Weights & Biases.")
