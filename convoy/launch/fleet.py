@@ -536,10 +536,10 @@ def jobset(jobs: Sequence[HostJob], command: Command, name: str, image: str) -> 
             resources["requests"]["memory"] = str(job.memory_bytes)
         if job.gpus:
             resources["limits"] = {"nvidia.com/gpu": str(job.gpus)}
-        container = {"name": "devices", "image": image, "resources": resources, "volumeMounts": mounts}
+        container: dict[str, Any] = {"name": "devices", "image": image, "resources": resources, "volumeMounts": mounts}
         container["command"] = ["sh", "-c", line_to_paste(job, command, total, address)]
         container["ports"] = [{"containerPort": command.port}] if 0 in job.ranks else []
-        pod = {"restartPolicy": "Never", "containers": [container], "volumes": volumes}
+        pod: dict[str, Any] = {"restartPolicy": "Never", "containers": [container], "volumes": volumes}
         pod["nodeSelector"] = {"kubernetes.io/hostname": job.host.name}
         one = {"parallelism": 1, "completions": 1, "backoffLimit": 0, "template": {"spec": pod}}
         replicated.append({"name": job.host.name, "replicas": 1, "template": {"spec": one}})

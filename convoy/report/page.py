@@ -363,7 +363,7 @@ def time_boxes(record: RunRecord, device: int) -> list[Box]:
     return [
         Box(kind, part, f"{part:.0%}" if part >= MIN_TEXT_PART else "",
             f"device {record.id_of(device)}: {kind} {percent(part)}")
-        for kind, part in zip(("computing", "exchange", "rest"), record.timeshare_chart(device) or (), strict=False)
+        for kind, part in zip(("computing", "exchange", "rest"), record.time_shares(device) or (), strict=False)
         if part > 0.0005
     ]  # fmt: skip
 
