@@ -18,14 +18,7 @@ from convoy.comm.connection import Fields
 from convoy.comm.control_messages import from_first, gather, share_number, share_tensor
 from convoy.comm.group import ChangingGroup, Pending
 from convoy.comm.processes import JoinedGroup
-from convoy.elastic.admission import (
-    AdmissionThread,
-    RunState,
-    ScriptAdmission,
-    facts_of,
-    gather_joined,
-    offer,
-)
+from convoy.elastic.admission import AdmissionThread, RunState, ScriptAdmission, facts_of, gather_joined, offer
 from convoy.elastic.agreement import Generation
 from convoy.elastic.entrance import Entrance
 from convoy.elastic.regroup import Home, Membership, UnnamedLossError, home_here

@@ -19,18 +19,7 @@ from convoy.comm.group import Group
 from convoy.elastic.members import Attempt, Members
 from convoy.runlog.reader import read_log
 from convoy.train.loop import accuracy
-from lab.chaos import (
-    TIGHT,
-    Blow,
-    Case,
-    alone,
-    compared,
-    make_data,
-    make_net,
-    strike,
-    whole_state,
-    work,
-)
+from lab.chaos import TIGHT, Blow, Case, alone, compared, make_data, make_net, strike, whole_state, work
 from tests.support.processes import on_processes
 from tests.support.slow import most_slow
 

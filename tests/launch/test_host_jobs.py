@@ -233,13 +233,7 @@ def test_measure_starts_with_the_same_options(
         "convoy.launch.fleet.run_on_fleet", lambda _, *given, **named: told.append((*given, named)) or 0
     )
     assert convoy_in_process(monkeypatch, argv) == 0
-    assert told == [
-        (
-            argv,
-            JobOptions(),
-            {"files": [fleet_file]},
-        )
-    ]
+    assert told == [(argv, JobOptions(), {"files": [fleet_file]})]
     assert capsys.readouterr().out == "Device 0 is on host attic: the job writes its files there.\n"
 
 
