@@ -1,12 +1,12 @@
 """Measure Convoy's time per step beyond layer arithmetic and communication.
 
-    python -m benchmarks.overhead [--results FILE] [--compile]
+    python -m benchmarks.overhead [--results FILE]
 
 One device, one thread, the same steps (loss, backward, SGD with momentum) in plain PyTorch and in Convoy, in turns: alone, with
 all layers as one fused stretch (`convoy.plan.compile`); shared, as one of two devices that share a batch of twice the size by
-`data-by-speed`, with everything but the wire (batch norms over both devices, gradients joined, summed and given back); and
-alone, layer by layer. Beside it, what `convoy measure` finds for this machine: the seconds that predictions charge.
-Writes results/overhead.json. With --compile also alone with `compile=True`; then nothing is written but where --results says.
+`data-by-speed`, with everything but the wire (batch norms over both devices, gradients joined, summed and given back).
+The file also has what `convoy measure` finds for this machine: the seconds that predictions charge.
+Writes results/overhead.json.
 """
 
 import copy
@@ -49,8 +49,7 @@ CASES = (
 )
 """Net, image, batch: from layers that take long to a step that is nearly all calls."""
 
-WAYS = ("plain", "alone", "shared", "layer by layer")
-COMPILED = "compiled"
+WAYS = ("plain", "alone", "shared")
 
 
 class SilentPeer(Group):
@@ -71,23 +70,19 @@ class SilentPeer(Group):
         self.failure = self.failure or closed_error()
 
 
-WARM = 5
-"""More than `convoy.runtime.compiled.WARM_UP`."""
+WARM = 5  # steps
 
 
-def steps_of(
-    net: str, image: tuple[int, int, int], batch: int, *, compile: bool = False
-) -> dict[str, Callable[[], float]]:
+def steps_of(net: str, image: tuple[int, int, int], batch: int) -> dict[str, Callable[[], float]]:
     """Return a training step per variant on random numbers; each returns the loss."""
     plain = build_net(net, image, 10)
     x, y = torch.randn(batch, *image), torch.randint(0, 10, (batch,))
     graph = trace(plain, x[:1]).graph
     models: dict[str, nn.Module] = {"plain": plain}
-    ways = [("alone", 1, True), ("shared", 2, True), ("layer by layer", 1, False)]
-    for way, devices, fuse in [*ways, (COMPILED, 1, True)] if compile else ways:
+    for way, devices in (("alone", 1), ("shared", 2)):
         plan = named_plan("data-by-speed", graph, devices * batch, Speeds((1.0,) * devices))
         group = AloneGroup(torch.device("cpu")) if devices == 1 else SilentPeer()
-        part = Distributed(copy.deepcopy(plain), plan, group, x[:1], fuse=fuse, compile=way == COMPILED)
+        part = Distributed(copy.deepcopy(plain), plan, group, x[:1])
         part.announce(devices * batch)
         models[way] = part
     targets = {way: torch.cat([y, y]) if way == "shared" else y for way in models}
@@ -114,8 +109,7 @@ def in_turns(steps: dict[str, Callable[[], float]], rounds: int, round_s: float)
         AssertionError: the losses of the first steps differ, so that they are not the same training.
     """
     first = {way: [step() for _ in range(WARM)] for way, step in steps.items()}
-    for way in steps.keys() & {"alone", "layer by layer", COMPILED}:
-        torch.testing.assert_close(torch.tensor(first[way]), torch.tensor(first["plain"]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(first["alone"]), torch.tensor(first["plain"]), rtol=1e-4, atol=1e-5)
     found: dict[str, list[float]] = {way: [] for way in steps}
     for _ in range(rounds):
         for way, step in steps.items():
@@ -131,7 +125,6 @@ def main(
     results: Annotated[Path | None, typer.Option(help="File to write.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns per variant.")] = 9,
     round_s: Annotated[float, typer.Option(help="Seconds of a turn.")] = 0.7,
-    compile: Annotated[bool, typer.Option(help="Also run with compile=True.")] = False,
 ) -> None:
     """Time all cases, write the results, print a table."""
     torch.set_num_threads(1)
@@ -140,31 +133,28 @@ def main(
         # The settings of a device that Convoy starts. They are read at start, and plain PyTorch has them here, too.
         os.execve(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]], os.environ | memory)
     table = Table(title="A step on one device", title_justify="left")
-    ways = (*WAYS, COMPILED) if compile else WAYS
-    for name in ("net", "batch", "plain PyTorch", *ways[1:]):
+    for name in ("net", "batch", "plain PyTorch", *WAYS[1:]):
         table.add_column(name)
     rows: list[dict[str, Any]] = []
     for net, image, batch in CASES:
-        times = in_turns(steps_of(net, image, batch, compile=compile), rounds, round_s)
+        times = in_turns(steps_of(net, image, batch), rounds, round_s)
         middle = {way: statistics.median(each) for way, each in times.items()}
-        ratios = {way: [a / b for a, b in zip(times[way], times["plain"], strict=True)] for way in ways[1:]}
+        ratios = {way: [a / b for a, b in zip(times[way], times["plain"], strict=True)] for way in WAYS[1:]}
         rows.append(
             {
                 "net": net, "batch": batch, "plain_s": middle["plain"], "alone_s": middle["alone"],
-                "shared_s": middle["shared"], "layered_s": middle["layer by layer"],
+                "shared_s": middle["shared"],
                 "alone": statistics.median(ratios["alone"]), "shared": statistics.median(ratios["shared"]),
-                "layered": statistics.median(ratios["layer by layer"]), "spread": middle_spread(times["plain"]),
-                "rounds_s": times,
+                "spread": middle_spread(times["plain"]), "rounds_s": times,
             }
         )  # fmt: skip
-        table.add_row(net, str(batch), *(f"{1000 * middle[way]:.2f} ms" for way in ways))
-    if results is not None or not compile:
-        document = {
-            **stamp(COMMAND),
-            "rows": rows,
-            "overheads": asdict(measure_overheads(torch.device("cpu"), time.perf_counter, 0.3)[0]),
-        }
-        write_whole(results or RESULTS, json.dumps(document, indent=1) + "\n")
+        table.add_row(net, str(batch), *(f"{1000 * middle[way]:.2f} ms" for way in WAYS))
+    document = {
+        **stamp(COMMAND),
+        "rows": rows,
+        "overheads": asdict(measure_overheads(torch.device("cpu"), time.perf_counter, 0.3)[0]),
+    }
+    write_whole(results or RESULTS, json.dumps(document, indent=1) + "\n")
     Console().print(table)
 
 

@@ -41,7 +41,7 @@ def prepare(
     batch_size: int | None = None,
     parts: bool = False,
     group: Group | None = None,
-    compile: bool = False,
+    cuda_graphs: bool = False,
     **options: Unpack[PlanOptions],
 ) -> tuple[Any, ...]:
     """Return a model, its optimizer and its loader for training on all devices of the job. Every device calls it.
@@ -65,7 +65,7 @@ def prepare(
             plain DataLoader does: same order, same random numbers.
         plan: a name, a plan as from a file, or "auto": the devices are measured, and the planner chooses.
         group: the devices, from `convoy.join`; None: joined here, once per process, and left at its end.
-        compile: as for `distribute`.
+        cuda_graphs: as for `distribute`.
         options: see `PlanOptions`: speeds, fleet, budget_s, precision, slowdown, outputs, ...
 
     Returns:
@@ -91,7 +91,7 @@ def prepare(
     made = make_plans(model, example, adopt.batch_size_of(source), group, plan, optimizer=state, **options)[0]
     names: dict[Tensor, str] = {parameter: name for name, parameter in unwrapped(model).named_parameters()}
     before = {} if optimizer is None else adopt.state_rows(optimizer, names)
-    part = Distributed(model, made, group, example, slowdown=slowdown, compile=compile, takes_over=True)
+    part = Distributed(model, made, group, example, slowdown=slowdown, cuda_graphs=cuda_graphs, takes_over=True)
     compute_in(part, precision)
     _print_unsplit(part)
     part.takes_whole = not parts
@@ -149,16 +149,17 @@ def distribute(
     *,
     slowdown: float = 1.0,
     precision: str = "float32",
-    compile: bool = False,
+    cuda_graphs: bool = False,
 ) -> Distributed:
     """Return this device's part of a model; see `Distributed`. Every device must call it.
 
     Args:
         precision: in which its layers compute: "float32" (the type that the model has), "bf16" or "fp16"; see `compute_in`.
             Weights and messages keep their type. With fp16, use `convoy.GradScaler` for the loss.
-        compile: use torch.compile for runs of layers: their numbers up to rounding. It needs a C++ compiler (on GPUs Triton).
+        cuda_graphs: on NVIDIA GPUs, launch runs of layers as CUDA graphs. It is faster if the host is the limit, and keeps
+            the memory of the activations between steps. Other devices ignore it.
     """
-    part = Distributed(model, plan, group, example, slowdown=slowdown, compile=compile)
+    part = Distributed(model, plan, group, example, slowdown=slowdown, cuda_graphs=cuda_graphs)
     compute_in(part, precision)
     _print_unsplit(part)
     return part

@@ -34,7 +34,7 @@ from convoy.planner.planner import candidates
 from convoy.planner.prediction import predict_plan
 from convoy.planner.request import PlanRequest
 from convoy.simulate.costs import CPU, PLAIN_GPU, TF32, TF32_GPU, described_costs
-from convoy.simulate.interval import OTHER_NET, SIMULATION, Basis
+from convoy.simulate.interval import SIMULATION, Basis
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 FASTER_FROM = "2026-11-24"
@@ -108,21 +108,6 @@ def ours_alone() -> Iterator[Residual]:
         if row.plan == IN_TURN and row.device is not None:
             speeds = _speeds(row.fleet, row.net, row.batch)
             yield Residual(f"{row.fleet} {row.net} {row.batch}", row.net, row.batch / speeds[row.device], row.median_s)
-
-
-def other_net() -> list[Residual]:
-    """Our devices training alone, described by what they reached at another net: each net by each other one of its device."""
-    rows = [row for row in our_rows("bench", "described") if row.plan == IN_TURN and row.device is not None]
-    found = []
-    for row in rows:
-        for other in rows:
-            if (other.fleet, other.device) == (row.fleet, row.device) and other.net != row.net:
-                there_s, here_s = (
-                    each.batch / _speeds(each.fleet, each.net, each.batch)[each.device or 0] for each in (other, row)
-                )
-                name = f"{row.fleet} {row.net} {row.batch} by {other.net}"
-                found.append(Residual(name, row.net, here_s * other.median_s / there_s, row.median_s))
-    return found
 
 
 def alone(basis: Basis) -> list[Residual]:
@@ -216,7 +201,6 @@ def main() -> None:
     except InputError as error:
         print(f"GPUs: left out, {error}")
     _tell("one processor, described", list(ours_alone()), CPU.spread)
-    _tell("one processor, by another net", other_net(), OTHER_NET)
     _tell("one processor, measured", alone("measured"), SIMULATION["measured"].alone)
     if "--solo-only" in sys.argv:
         return

@@ -14,7 +14,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.planner.knowledge import FleetKnowledge
-from convoy.planner.planner import plan_auto
+from convoy.planner.planner import candidates
 from convoy.planner.request import PlanRequest
 from convoy.simulate.compute import Rate, Roofline
 from convoy.simulate.costs import Costs
@@ -26,7 +26,7 @@ def plan_of(case: Case, graph: Graph) -> Plan:
     """Return a case's plan: by name, "free" (sharded weights freed after use), "auto", or "mixed" from the seed."""
     speeds = Speeds(tuple(1.0 + 0.5 * d for d in range(case.devices)))
     if case.plan == "auto":
-        return plan_auto(PlanRequest(graph, case.batch, FleetKnowledge(given=_costs(case))))
+        return candidates(PlanRequest(graph, case.batch, FleetKnowledge(given=_costs(case))))[0].plan
     if case.plan == "mixed":
         return _mixed(case, graph)
     if case.plan == "free":

@@ -35,7 +35,7 @@ from convoy.plan.device_program import LocalSize, whole_size
 from convoy.plan.lower import reached, trains
 from convoy.plan.steps import Phase
 from convoy.planner.request import PlanRequest
-from convoy.simulate.compute import CachedTimes, ComputeTimes, Grid, LayerTimes, MeasuredTimes, bytes_moved, shape_s
+from convoy.simulate.compute import CachedTimes, ComputeTimes, Grid, LayerTimes, MeasuredTimes, Rate, Roofline, shape_s
 from convoy.simulate.costs import Costs
 
 ROUNDS = 300  # of the search for weights
@@ -137,7 +137,7 @@ class _Work:
 
 def _work_of(request: PlanRequest) -> _Work:
     graph, batch, costs = request.graph, request.batch, request.costs
-    marks = [(costs.times.alike(d), costs.update_s(d), costs.overhead(d)) for d in range(costs.network.devices)]
+    marks = [(costs.times.alike(d), costs.update_s(d), costs.overhead(d)) for d in range(len(costs.network.host))]
     distinct = list(dict.fromkeys(marks))
     first = [marks.index(mark) for mark in distinct]
     back = reached(graph, trains(graph))
@@ -313,6 +313,8 @@ def _least_beyond(grid: Grid, layer: Layer, whole: LocalSize) -> float:
         return value / (size.samples * size.outputs * size.inputs)
 
     edge = grid.edge(whole)
-    more = unit(bytes_moved(layer, edge, 4), edge) - unit(bytes_moved(layer, whole, 4), whole)
+    bytes_s = Roofline((Rate(math.inf, 1.0),)).seconds  # at one byte per second
+    edge_bytes, whole_bytes = (bytes_s(0, layer, "forward", each) for each in (edge, whole))
+    more = unit(edge_bytes, edge) - unit(whole_bytes, whole)
     whole_s = unit(shape_s(layer, whole), whole)  # `shape_s` counts one second for a byte
     return whole_s / (whole_s + max(0.0, more)) if whole_s else 1.0

@@ -10,7 +10,7 @@ from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.planner.knowledge import FleetKnowledge
-from convoy.planner.planner import plan_auto
+from convoy.planner.planner import candidates
 from convoy.planner.request import PlanRequest
 from convoy.simulate.costs import Costs, Overheads
 from convoy.simulate.simulator import simulate
@@ -83,7 +83,7 @@ def enveloped(
         if point["devices"] > DEVICES:
             continue
         costs = costs_at(point)
-        plan = plan_auto(PlanRequest(graph, int(point["batch"]), FleetKnowledge(given=costs)))
+        plan = candidates(PlanRequest(graph, int(point["batch"]), FleetKnowledge(given=costs)))[0].plan
         step_s = simulate(lower(plan, graph), graph, costs).step_s
         curves = {each.plan: float(each.times.step_s[place]) for each in sweeps}
         found.append(Enveloped(axis, value, point["batch"], step_s, plan, curves))

@@ -12,11 +12,11 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.steps import StepList
 from convoy.planner.knowledge import FleetKnowledge
-from convoy.planner.planner import plan_auto
+from convoy.planner.planner import candidates
 from convoy.planner.request import PlanRequest
 from convoy.simulate.costs import Costs
 from convoy.simulate.events import Timeline
-from convoy.simulate.memory import DeviceMemory, memory_of_steps
+from convoy.simulate.memory import DeviceMemory, memory_of
 from convoy.simulate.simulator import simulate
 from studies.power import Energy, energy_of, power_of
 from studies.roofline import roofline_costs
@@ -57,7 +57,7 @@ def make_plan(name: str, graph: Graph, batch: int, costs: Costs) -> Plan:
         InputError: unknown name; the choices are listed.
     """
     if name == "auto":
-        return plan_auto(PlanRequest(graph, batch, FleetKnowledge(given=costs)))
+        return candidates(PlanRequest(graph, batch, FleetKnowledge(given=costs)))[0].plan
     if name not in PLANS:
         raise unknown_name("plan", name, (*PLANS, "auto"))
     return named_plan(name, graph, batch, layer_speeds(PlanRequest(graph, batch, FleetKnowledge(given=costs))))
@@ -71,7 +71,7 @@ def layer_speeds(request: PlanRequest) -> Speeds:
         size = whole_size(layer, request.batch)
         rows = (
             sum(times.seconds(device, layer, phase, size) for phase in ("forward", "backward"))
-            for device in range(request.costs.network.devices)
+            for device in range(len(request.costs.network.host))
         )
         layers[layer.name] = tuple(request.batch / seconds for seconds in rows)
     return replace(request.speeds, layers=layers)
@@ -92,7 +92,7 @@ def replay(
     timeline = simulate(steps, graph, costs)
     power = power_of(fleet)
     energy = None if power is None else energy_of(timeline, power, plan.batch)
-    memory = memory_of_steps(steps, graph, optimizer=optimizer, itemsize=costs.itemsize)
+    memory = memory_of(steps, graph, optimizer=optimizer, itemsize=costs.itemsize)
     limit = sum(PlanRequest(graph, plan.batch, FleetKnowledge(given=costs)).speeds.devices)
     return Replayed(plan, steps, timeline, limit, energy, memory)
 

@@ -27,6 +27,6 @@ def roofline_costs(fleet: Fleet, *, efficiency: float = 1.0, optimizer: str = "s
                 "fleet file, or measure the device"
             )
         slowed = device.slowdown
-        rates.append(Rate(device.peak_flop_per_s / slowed, device.memory_bytes_per_s / slowed, efficiency))
+        rates.append(Rate(device.peak_flop_per_s / slowed * efficiency, device.memory_bytes_per_s / slowed))
     update = tuple(optimizer_named(optimizer).moved * 4 / rate.bytes_per_s for rate in rates)
     return Costs(Roofline(tuple(rates)), network_of(fleet), update_s_per_entry=update)

@@ -175,8 +175,8 @@ class Reporter(ExitStack):
 
     def on_end(self, chosen: Plan, uses: Sequence[DeviceLine]) -> None:
         """Compare the prediction with the measurement, and write the last lines of the log."""
-        if self.part.compiler is not None:
-            self.screen.line(self.part.compiler.summary())
+        if self.part.cuda_graphs is not None:
+            self.screen.line(self.part.cuda_graphs.summary())
         predicted = self.plans.predicted(chosen)
         if predicted is not None and len(uses) == self.plans[0].devices:
             self.screen.line(self.timer.compared_with(*predicted, self.run.settings.accumulate))

@@ -135,11 +135,12 @@ def train_job(job: Job) -> FinishedTraining:
     slowdown = settings.slowdowns[group.device] * imposed_slowdown()
     plans = _make_plans(job, model, example, slowdown)
     part = distribute(
-        model, plans[0], group, example, slowdown=slowdown, precision=settings.precision, compile=settings.compile
-    )
+        model, plans[0], group, example, slowdown=slowdown, precision=settings.precision,
+        cuda_graphs=settings.cuda_graphs,
+    )  # fmt: skip
     expect_measured(part, plans.request.fleet.measured)
-    own = [str(job.group.torch_device), os.uname().nodename, torch.get_num_threads()]
-    rows = zip(gather(job.group, "fleet", own), job.run.settings.slowdowns, strict=True)
+    own = [str(group.torch_device), os.uname().nodename, torch.get_num_threads()]
+    rows = zip(gather(group, "fleet", own), settings.slowdowns, strict=True)
     devices = [
         (f"{device} ({threads} thread{'s' * (threads > 1)})", host, times) for (device, host, threads), times in rows
     ]
@@ -224,8 +225,7 @@ def _checkpointer(job: Job, training: Training) -> Checkpointer | None:
 def _directory(job: Job) -> RunDirectory | None:
     """Return the folder of the run's log, the same on every device, because each may have to continue the log."""
     if job.invitation is None:
-        settings = job.run.settings
-        row = from_first(job.group, "directory of the run", lambda: paths_of(make_directory(settings)))
+        row = from_first(job.group, "directory of the run", lambda: paths_of(make_directory(job.run.settings)))
     else:
         row = job.invitation.offer["directory"]
     return None if row is None else RunDirectory(Path(row[0]), None if row[1] is None else Path(row[1]))

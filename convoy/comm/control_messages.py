@@ -5,7 +5,7 @@ DeviceLostError if a device does not answer, and MismatchError if a device calls
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -82,20 +82,20 @@ def agree_on_modes(group: Group) -> None:
             )
 
 
-def share_tensor(group: Group, own: Tensor) -> tuple[Tensor, Pending]:
-    """Start an all-gather of a tensor.
+def share_tensor(group: Group, own: Tensor, senders: Collection[int] | None = None) -> tuple[Tensor, Pending]:
+    """Start an all-gather. Return a table of shape (devices, *own.shape), complete after the Pending's `wait`.
 
     Args:
         own: the same shape and dtype on every device. A host tensor stays on the host and waits for no accelerator.
-
-    Returns:
-        a tensor of shape (devices, *own.shape), complete after the Pending's `wait`.
+        senders: the devices that send; the others only receive, and give zeros. None: all send.
     """
     table = torch.zeros(group.devices, *own.shape, dtype=own.dtype, device=own.device)
     table[group.device] = own
+    giving = range(group.devices) if senders is None else senders
     peers = [device for device in range(group.devices) if device != group.device]
     mine = table[group.device].clone()
-    return table, group.start([Message(d, mine) for d in peers], [Message(d, table[d]) for d in peers])
+    sends = [Message(d, mine) for d in peers if group.device in giving]
+    return table, group.start(sends, [Message(d, table[d]) for d in peers if d in giving])
 
 
 def share_number(group: Group, number: float) -> list[float]:

@@ -218,7 +218,7 @@ class Settings(BaseModel):
         None, "Format of sent activations and gradients: exact, or inexact-bf16 (half the bytes). Default: the plan's."
     )
     rebalance: bool | None = _fleet(None, "Change shares if speeds differ from the prediction. Default: with auto.")
-    compile: bool = _fleet(False, "Run layers through torch.compile. It needs a C++ compiler, or Triton on GPUs.")
+    cuda_graphs: bool = _fleet(False, "On NVIDIA GPUs, launch layers as CUDA graphs.")
     memory: Sizes | None = _fleet(None, "Memory per device: 6 GB or 6 GB,8 GB. Default: the fleet file's, or all.")
     tf32: bool | None = _fleet(None, "Let GPUs round float32 to TF32. Default: as torch does, in convolutions only.")
     deterministic: bool = _fleet(False, "Use only deterministic algorithms of torch. A layer without one is an error.")

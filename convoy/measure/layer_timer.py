@@ -18,12 +18,12 @@ from convoy.comm.group import Group
 from convoy.layout.layout import box, local_shape
 from convoy.layout.layout import whole as whole_box
 from convoy.machine.accelerator import to_device
-from convoy.measure.timed_sizes import POINT_LIMIT_S, Axes, choose_axes, full_axes
+from convoy.measure.timed_sizes import ENDS_SLICES, POINT_LIMIT_S, Axes, choose_axes, full_axes, timing_s
 from convoy.measure.timing import ROUNDS, Now, Progress, RoundTimer, Timing, Workload, plain_torch
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import TracedModel, disable_in_place
 from convoy.model.tracing.copies import timed_copy
-from convoy.plan.device_program import LocalSize, flop, whole_size
+from convoy.plan.device_program import LocalSize, whole_size
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
@@ -33,7 +33,7 @@ from convoy.runtime.batch_norm import GlobalBatchNorm
 from convoy.runtime.clock import Clock
 from convoy.runtime.kernels import Arithmetic, Gradients, arithmetic, in_precision
 from convoy.runtime.precision import agree_on_precision, dtype_named
-from convoy.simulate.compute import bytes_moved, shape_s
+from convoy.simulate.compute import shape_s
 
 SPEEDS_SLICE_S, SPEEDS_ROUNDS = 0.01, 3
 
@@ -120,11 +120,14 @@ class LayerTimer:
             # By roofline: scaling by entries overestimates a Linear, since small sizes mostly read weights.
             return known_s * shape_s(layer, size) / shape_s(layer, known)
 
-        samples, outputs = (axis[len(axis) // 2] for axis in (full.samples, full.outputs))
-        middle = LocalSize(samples, outputs, whole.inputs)
-        if middle != known and expected_s(middle) < min(POINT_LIMIT_S, allowance_s) / 4:
-            known_s = self.time(name, middle)  # closer to the largest size
-            known = middle
+        # A disturbed call of a small size says little about large ones, so approach the largest size step by step.
+        limit_s = max(allowance_s, ENDS_SLICES * self.timer.slice_s)
+        for step in range(1, max(len(full.samples), len(full.outputs))):
+            samples, outputs = (axis[min(step, len(axis) - 1)] for axis in (full.samples, full.outputs))
+            larger = LocalSize(samples, outputs, whole.inputs)
+            if expected_s(larger) > POINT_LIMIT_S or timing_s(expected_s(larger), self.timer.slice_s) > limit_s:
+                break
+            known, known_s = larger, self.time(name, larger)
         axes = choose_axes(full, whole, expected_s, allowance_s, self.timer.slice_s)
         sizes = axes.sizes(whole)
         if layer.statistics and layer.kind == "batch_norm":
@@ -163,21 +166,6 @@ class LayerTimer:
                     shared = size.shares_statistics
                     rows[name].append([size.samples, size.outputs, size.inputs, *seconds, shared, off_grid])
         return rows
-
-    def reached(self) -> dict[str, float]:
-        """Return the FLOP/s of weighted layers and the bytes/s of others, each at its largest size; 0 without such layers."""
-        amount, seconds = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
-        for name, first in self.alike.items():
-            layer = self.traced.graph[name]
-            sizes = [size for size in self.grids[first] if not size.shares_statistics]
-            size = max(sizes, key=lambda size: (size.samples, size.outputs, size.inputs))
-            times = self.timings[first, size].times(steady=self.timer.steady)
-            calls = 1 + (times.backward_s > 0)
-            work = flop(layer, size) * (2 * calls - 1) if layer.weighted else bytes_moved(layer, size, 4) * calls
-            amount[layer.weighted] += work
-            seconds[layer.weighted] += times.both_s
-        rates = {each: amount[each] / seconds[each] if seconds[each] else 0.0 for each in amount}
-        return {"flop_per_s": rates[True], "memory_bytes_per_s": rates[False]}
 
 
 @plain_torch()

@@ -131,7 +131,7 @@ def measure_job(
     every = [Overheads(**row) for row in gather(group, "overheads", asdict(overheads))]
     progress("exchanges during computation")
     sync = measure_sync(group, clock, wire, every, slice_s)
-    own = {"update_s_per_entry": update_s, "process_bytes": limits.own_bytes(me), **layers.reached()}
+    own = {"update_s_per_entry": update_s, "process_bytes": limits.own_bytes(me)}
     costs = tuple(
         DeviceCosts(
             device=device.name, send_s_per_byte=traffic.send_s_per_byte, receive_s_per_byte=traffic.receive_s_per_byte,

@@ -7,8 +7,7 @@
 - Synchronisation. A link is measured at rest. In a step both ends compute before they exchange: the earlier one waits for the
   later one, and the calls find cold caches. So the devices compute tasks of equal length, first alone, then with an exchange
   after each. Jitter is the extra time of such an exchange over one at rest. The call factor is the ratio of their processor
-  times. It is measured in processes with one compute thread only: idle threads of OpenMP use processor time for a while after
-  each computation, and so does a host that waits for its accelerator.
+  times. It is measured with one compute thread only: idle threads of OpenMP use processor time after each computation.
 """
 
 import math
@@ -57,9 +56,8 @@ LAYERS, TENSORS, PEERS = (1, 9), (1, 33), (1, 5)
 COPIED_BYTES = 4 << 20
 """Bytes of a timed copy: more than a core's cache, but too few for the allocator to request new pages each time."""
 
-BATCH = 2
-UPDATED, ACCELERATOR_UPDATED = 1 << 20, 1 << 24
-"""Entries of a timed optimizer step. On an accelerator they are enough that the device takes longer than its host."""
+BATCH, UPDATED, ACCELERATOR_UPDATED = 2, 1 << 20, 1 << 24
+"""Samples, and entries of a timed optimizer step. On an accelerator they take the device longer than its host."""
 
 LOSS_ENTRIES = 1 << 22  # the most output entries that a loss is timed on; at least one sample
 
@@ -184,7 +182,7 @@ def _training(layers: int, device: torch.device, cold: ColdCaches) -> Callable[[
     """Return a step of `convoy.train.loop` on a CPU, one of two devices with half of every layer's outputs each.
 
     It copies images, normalises them, and reads the loss (on a CPU immediately). Each layer leaves the caches cold. An
-    accelerator has the whole model, because the host queues a segment's layers faster than single ones.
+    accelerator has the whole model in one segment.
     """
     images = torch.zeros(1024 * BATCH, 4, 1, 1, dtype=torch.uint8)
     labels = torch.zeros(len(images), dtype=torch.int64)

@@ -193,8 +193,7 @@ class RoundTimer:
         """Time at least this many rounds of a workload, and add them to `timing`."""
         timing, slice_s = timing or Timing(), self.slice_s
         if self._empty_s is None:
-            # Autograd's calls and threads take the host time once a layer here, and once a segment in a step. A device that
-            # waits for its host would show this time.
+            # The host enters autograd once a layer here, and once a segment in a step. A waiting device would show it.
             self._empty_s = 0.0, 0.0
             rows = [self._round(_empty_layer(self.clock.device), MOST_QUEUED, MOST_QUEUED, None) for _ in range(ROUNDS)]
             self._empty_s = statistics.median(row[0] for row in rows), statistics.median(row[1] for row in rows)

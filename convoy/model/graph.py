@@ -92,8 +92,6 @@ class Layer:
             counter buffer. If a device has no samples for it, all devices compute it for the global batch.
         no_gradient_to: indices of the inputs without a gradient.
         changes_state: whether a call changes its Python state, its buffers or its parameters.
-        batch_axes: for a value of the global batch, the axes whose length is the batch size (both axes for a matrix of all
-            pairs of samples). Their length in `shape` is 1.
         input_entries: entries of all batched inputs per sample. A `Graph` sets it.
     """
 
@@ -120,13 +118,10 @@ class Layer:
     no_gradient_to: tuple[int, ...] = ()
     input_entries: int = 0
     cuts: tuple[Cut, ...] = ()
-    batch_axes: tuple[int, ...] = ()
 
     def batch_shape(self, batch: int) -> Shape:
         """Return the shape of the output for a global batch."""
-        if self.batched:
-            return (batch, *self.shape)
-        return tuple(batch if axis in self.batch_axes else extent for axis, extent in enumerate(self.shape))
+        return (batch, *self.shape) if self.batched else self.shape
 
     @property
     def feature_axis(self) -> int:
@@ -270,9 +265,9 @@ class Graph:
             # A plan is valid in any precision; the other fields are derived, or irrelevant to a plan.
             for name in ("reason", "dtype", "input_entries", "changes_state", "no_gradient_to"):
                 del row[name]
-            # Existing plan files have fingerprints with the older names, and without empty fields.
-            row["each"], row["across"] = row.pop("called_everywhere"), row.pop("batch_axes")
-            for name in ("each", "across", "cuts"):
+            # Existing plan files have fingerprints with the older name, and without empty fields.
+            row["each"] = row.pop("called_everywhere")
+            for name in ("each", "cuts"):
                 if not row[name]:
                     del row[name]
             if row["kind"] == "opaque":

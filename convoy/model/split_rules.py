@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from convoy.errors import InputError
 from convoy.layout.layout import Shape
@@ -77,7 +77,7 @@ class Known:
 
 
 Rule = Callable[[Call], Known | None]
-Splits = Literal["samples", "entries", "channels", "filters"]
+Splits = Literal["samples", "entries", "channels"]
 
 MODULES: dict[type[nn.Module], Rule] = {}
 """Module class -> rule. A subclass may compute something else, so it needs its own rule."""
@@ -105,15 +105,15 @@ def register_layer(
     Args:
         layer: a module class (exactly this class), or a function that torch.fx records as one call (a custom operator).
         splits: "samples": each sample separately; "entries": each number separately; "channels": each channel of the
-            input separately, with the same split of the output; "filters": each channel of the output separately, from
-            the whole input. Or a function that takes a `Call` and returns `Known` or None.
+            input separately, with the same split of the output. Or a function that takes a `Call` and returns `Known` or
+            None, for instance for a layer that computes each of its filters separately.
         like: instead of `splits`: a registered class that computes exactly the same.
-        axis: the axis of channels or filters in input and output; the batch is axis 0.
+        axis: the axis of channels in input and output; the batch is axis 0.
         groups: name of the module's attribute with the number of groups: channels of a group stay together, and the
             number is scaled with the shard.
         parameters: key -> axis, for each parameter and buffer that is split alike; the others are copied. None: the
             first axis of each that has one entry per channel there.
-        attributes: names of further integer attributes that are scaled with the shard, such as "out_channels".
+        attributes: names of further integer attributes that are scaled with the shard, such as "num_channels".
 
     Raises:
         InputError: the layer is registered already, or neither or both of `splits` and `like` are given.
@@ -131,11 +131,11 @@ def register_layer(
         rule = MODULES[like]
     elif callable(splits):
         rule = splits
-    elif splits in ("samples", "entries", "channels", "filters"):
+    elif splits in ("samples", "entries", "channels"):
         rule = SplitRule(splits, axis, groups, parameters, attributes, name)
     else:
         raise InputError(
-            f"register_layer({name}): unknown splits {splits!r}: choose one of samples, entries, channels, filters"
+            f"register_layer({name}): unknown splits {splits!r}: choose one of samples, entries, channels, or a function"
         )
 
     def checked(call: Call) -> Known | None:
@@ -173,7 +173,7 @@ def cut_with_parameters(call: Call, axis: int | None, extent: int) -> tuple[int 
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """The rule for one of the four `splits`; `register_layer` documents the fields."""
+    """The rule for one of the three `splits`; `register_layer` documents the fields."""
 
     splits: Splits
     axis: int = 1
@@ -183,50 +183,28 @@ class SplitRule:
     name: str = "torch"
 
     def __call__(self, call: Call) -> Known | None:
-        match self.splits:
-            case "samples":
-                return Known("opaque")
-            case "entries":
-                return Known("elementwise") if len(call.inputs) == 1 and call.inputs[0] == call.output else None
-        shapes = (call.output, call.inputs[0]) if self.splits == "channels" else (call.output,)
-        if not all(-len(shape) <= self.axis < len(shape) and self.axis % len(shape) for shape in shapes):
-            return None
-        return self._channels(call) if self.splits == "channels" else self._filters(call)
-
-    def _channels(self, call: Call) -> Known | None:
         x, y = call.inputs[0], call.output
-        if not call.batched[0] or any(call.batched[1:]):
+        if self.splits == "samples":
+            return Known("opaque")
+        if self.splits == "entries":
+            return Known("elementwise") if len(call.inputs) == 1 and x == y else None
+        has_axis = all(-len(shape) <= self.axis < len(shape) and self.axis % len(shape) for shape in (x, y))
+        if not has_axis or not call.batched[0] or any(call.batched[1:]):
             return None
         read, written = self.axis % len(x), self.axis % len(y)
         parts = int(getattr(call.module, self.groups)) if self.groups else min(x[read], y[written])
         if not parts or x[read] % parts or y[written] % parts:
             return None
         parameters = self._axes(call, parts, (x[read], y[written]))
-        names = (self.groups, *self.attributes) if self.groups else self.attributes
         cut = Cut(written, parts, cut_with_parameters(call, read, x[read]), parameters)
-        return Known("parts", (cut,), operation=self._following(call, names, 0, read, x[read]))
-
-    def _filters(self, call: Call) -> Known | None:
-        x, y = call.inputs[0], call.output
-        if call.module is None or len(call.inputs) != 1:
-            return None
-        read, written = self.axis % len(x), self.axis % len(y)
-        groups = int(getattr(call.module, self.groups)) if self.groups else 1
-        parameters = self._axes(call, groups if groups > 1 else y[written], (y[written],))
-        if groups > 1:
-            names = (self.groups or "", *self.attributes)
-            following = self._following(call, names, 0, read, x[read])
-            return Known("filters", (Cut(written, groups, (read,), parameters),), groups, operation=following)
-        if self.attributes and not parameters:
-            return None
-        key = next(iter(parameters), "")
-        whole = _tensors(call.module)[key].shape[parameters[key]] if key else 1
-        following = self._following(call, self.attributes, key, parameters.get(key, 0), whole)
-        return Known("filters", (Cut(written, y[written], (None,), parameters),), groups, operation=following)
+        names = (self.groups, *self.attributes) if self.groups else self.attributes
+        scaled = {name: PartExtent(int(getattr(call.module, name)), read, x[read]) for name in names}
+        return Known("parts", (cut,), operation=replace(call.operation, attributes=scaled) if scaled else None)
 
     def _axes(self, call: Call, parts: int, extents: tuple[int, ...]) -> dict[str, int]:
         """Return key -> axis, for each parameter and buffer that is cut into `parts` equal parts."""
-        tensors = {} if call.module is None else _tensors(call.module)
+        m = call.module
+        tensors = {} if m is None else {**dict(m.named_parameters()), **dict(m.named_buffers())}
         if self.parameters is None:
             return {
                 key: 0 for key, t in tensors.items() if t.dim() and t.shape[0] in extents and t.shape[0] % parts == 0
@@ -244,12 +222,3 @@ class SplitRule:
             if shape[axis] > 1 or parts == 1:
                 found[key] = axis % len(shape)
         return found
-
-    def _following(self, call: Call, names: tuple[str, ...], of: int | str, axis: int, extent: int) -> Operation | None:
-        """Return the call with these integer attributes of the module scaled with the shard; None without attributes."""
-        numbers = {name: PartExtent(int(getattr(call.module, name)), axis, extent, of) for name in names}
-        return replace(call.operation, attributes=numbers) if numbers else None
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -38,7 +38,6 @@ def compile_device(
     graph: Graph,
     device: int,
     *,
-    fuse: bool = True,
     overlap: bool = True,
     missing: frozenset[int] = frozenset(),
     left: frozenset[str] = frozenset(),
@@ -46,14 +45,13 @@ def compile_device(
     """Return the program of one device.
 
     Args:
-        fuse: give each segment to autograd as one graph; False: every layer separately.
         overlap: start exchanges early; False: wait for each at its position in the list, to measure the gain of overlap.
         missing: indices in `steps.outputs` of outputs that the loss does not depend on. Backward omits the steps without a
             gradient; forward is the same.
         left: parameters with unsummed gradients from earlier micro-batches; they are always summed.
     """
     end = len(steps.steps)
-    found = segments(steps, graph, device) if fuse else ()
+    found = segments(steps, graph, device)
     if missing:
         steps = without_gradients(steps, graph, missing, left)
         alive = {step.id for step in steps.steps}

@@ -123,7 +123,7 @@ class Compute:
         wants: for each input of the layer, whether it needs a gradient.
         part: "all"; in backward "input" or "weight" for that gradient alone; "statistics" and "combine" before and after
             the exchange of a batch norm's sums.
-        last: in backward, whether the layer's saved tensors can be freed afterwards.
+        last: in backward, whether the layer's saved tensors can then be freed.
         rows: in forward, the rows of the input that have arrived, if the input arrives in chunks.
     """
 

@@ -144,7 +144,14 @@ class _DirectMove:
         leaving = [t for t in transfers if t.sender == self.device != t.receiver and entries(t.box)]
         arriving = [t for t in transfers if t.receiver == self.device != t.sender and entries(t.box)]
         kept = {t: self._source(t) for t in transfers if keeps and t.sender == t.receiver}
-        sent = {t.box: self._packed(f"message {self.step}.{number}>{place}", t) for place, t in enumerate(leaving)}
+        sent: dict[Box, Part] = {}
+        for place, t in enumerate(leaving):
+            sent[t.box] = self._source(t)
+            if not is_block(t.box, self.own) or (self.narrow and not self.rounds_own):
+                name = f"message {self.step}.{number}>{place}"
+                self.begin.append(ops.Make(self.step, name, _extent(t.box), narrow=self.narrow))
+                self.begin.append(ops.Copy(self.step, self._source(t), Part(name), entries(t.box)))
+                sent[t.box] = Part(name)
         sends = tuple(PlannedMessage(t.receiver, sent[t.box], entries(t.box), self.narrow) for t in leaving)
         receives = []
         parts: dict[Transfer, Part] = {}
@@ -166,14 +173,6 @@ class _DirectMove:
 
     def _source(self, t: Transfer) -> Part:
         return Part(self.shard, _local_box(t.box, self.own))
-
-    def _packed(self, name: str, t: Transfer) -> Part:
-        """Return the part to send: the source itself if it is contiguous and not rounded, else a copy called `name`."""
-        if is_block(t.box, self.own) and (self.rounds_own or not self.narrow):
-            return self._source(t)
-        self.begin.append(ops.Make(self.step, name, _extent(t.box), narrow=self.narrow))
-        self.begin.append(ops.Copy(self.step, self._source(t), Part(name), entries(t.box)))
-        return Part(name)
 
     def _into(self, t: Transfer, part: Part) -> Operation:
         target = Part(self.move.result, _local_box(t.box, self.wanted))

@@ -13,10 +13,10 @@ from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split, ever
 from convoy.layout.shares import Shares, rescale
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.plan import steps as st
-from convoy.plan.placing import is_gathered, kept_layouts, placements, used_layouts
+from convoy.plan.placing import kept_layouts, placements, used_layouts
 from convoy.plan.plan import Plan
 from convoy.plan.steps import ComputeStep, InputGradient, MicroBatch, Move, Phase, Step, StepList, SumGradients, Value
-from convoy.plan.strategy import Batch, One, Placement, parameter_holders
+from convoy.plan.strategy import Batch, One, parameter_holders
 
 BUCKET_ENTRIES = 500_000
 """Entries at which a bucket of gradients is summed: enough for full bandwidth, few enough to overlap with backward."""
@@ -140,7 +140,8 @@ class _Lowering:
         self.nominal = self.placed if batch == plan.batch else placements(plan, graph)
         used = used_layouts(graph, self.nominal)
         self.kept = {**kept_layouts(plan, graph, used), **kept}
-        self.gathered = {key: used[key] for key in used if is_gathered(self.kept[key], used[key])}
+        sharded = (key for key in used if isinstance(self.kept[key], Split))
+        self.gathered = {key: used[key] for key in sharded if isinstance(used[key], Replicated)}
         self.gathered_by: dict[str, int] = {}  # key -> the step that gathers it in this phase
         freed = {p.key for n, how in plan.sharded.items() if how.form == "free" for p in graph[n].trainable}
         self.buckets = _gather_buckets(graph, self.gathered, freed)
@@ -190,7 +191,7 @@ class _Lowering:
                 stay: Layout = OnOne(device)
             case Batch(shares):
                 stay = Split(0, rescale(shares, self.batch))
-        stay = next(filter(by_samples, own.values()), stay)
+        stay = next(filter(st.by_samples, own.values()), stay)
         return {name: stay if name in own else everyone for name in self.graph.outputs}
 
     @property
@@ -240,7 +241,13 @@ class _Lowering:
         turn = self.turns.get(layer.name, Turn())
         for bucket in turn.begins:
             self._gather(bucket, "forward")
-        before, chunks = self._id, self._chunks(layer, placed)
+        before, chunks = self._id, 1
+        if self.plan.chunks > 1 and layer.kind == "conv" and (layer.inputs[0], placed.takes[0]) not in self.versions:
+            # The input may arrive in chunks of the batch.
+            source = self.values[layer.inputs[0]]
+            schedule = collectives.schedule(source.layout, placed.takes[0], source.shape, self.plan.reduce)
+            spans = all(t.box[0] == (0, self.batch) for transfers in schedule.rounds for t in transfers)
+            chunks = min(self.plan.chunks, self.batch) if spans and not schedule.in_place else 1
         pairs = zip(layer.inputs, placed.takes, strict=True)
         reads = tuple(self._version(name, layout, chunks) for name, layout in pairs)
         self.moved_for[layer.name] = [step for step in self.steps[before:] if isinstance(step, Move)]
@@ -257,15 +264,6 @@ class _Lowering:
         names, reads = zip(*rows, strict=True)
         sizes, members = tuple(self.statistics[name][0] for name in names), self.statistics[names[0]][1]
         return self._add(st.GatherStatistics(self._id, phase, names, reads, sizes, members, after))
-
-    def _chunks(self, layer: Layer, placed: Placement) -> int:
-        """Return the number of chunks in which a layer's input is moved."""
-        if self.plan.chunks == 1 or layer.kind != "conv" or (layer.inputs[0], placed.takes[0]) in self.versions:
-            return 1
-        source = self.values[layer.inputs[0]]
-        schedule = collectives.schedule(source.layout, placed.takes[0], source.shape, self.plan.reduce)
-        spans = all(t.box[0] == (0, self.batch) for transfers in schedule.rounds for t in transfers)
-        return min(self.plan.chunks, self.batch) if spans and not schedule.in_place else 1
 
     def _statistics(self, layer: Layer) -> tuple[int, tuple[int, ...]] | None:
         """Return (entries sent per device, members) of a batch norm over several devices; None for any other layer."""
@@ -340,7 +338,13 @@ class _Lowering:
             self._gather(bucket, "backward")
         after = tuple(self.ready[step.writes.key])
         if step.layer in self.statistics:
-            after = (self._returned_statistics(step),)
+            if step.layer not in self.returned_by:
+                # Partners of the forward exchange are adjacent there and before all their readers, so all have gradients now.
+                names = [name for name in self.row_of[step.layer] if name in self.ready]
+                ready = tuple(sorted({before for name in names for before in self.ready[name]}))
+                rows = [(n, self.versions[self.graph[n].inputs[0], self.placed[n].takes[0]]) for n in names]
+                self.returned_by |= dict.fromkeys(names, self._exchange_statistics("backward", rows, ready))
+            after = (self.returned_by[step.layer],)
         after = (*after, *sorted(self._waits_for_weights(self.graph[step.layer])))
         parts = self._parts(step, sums)
         for part in parts:
@@ -360,18 +364,6 @@ class _Lowering:
                 sums.add(back)
                 self._sum(sums, everything=False)
 
-    def _returned_statistics(self, step: ComputeStep) -> int:
-        """Return the exchange of a norm in backward, shared with its forward partners that have a gradient.
-
-        In forward, partners are adjacent and before all their readers. So all have gradients once the last one has.
-        """
-        if step.layer not in self.returned_by:
-            names = [name for name in self.row_of[step.layer] if name in self.ready]
-            after = tuple(sorted({before for name in names for before in self.ready[name]}))
-            rows = [(n, self.versions[self.graph[n].inputs[0], self.placed[n].takes[0]]) for n in names]
-            self.returned_by |= dict.fromkeys(names, self._exchange_statistics("backward", rows, after))
-        return self.returned_by[step.layer]
-
     def _parts(self, step: ComputeStep, sums: "_SumBuckets") -> tuple[st.Part, ...]:
         """Return the parts of a layer's backward, so that one gradient is sent while the other is computed.
 
@@ -383,11 +375,6 @@ class _Lowering:
         if self.moved_for[step.layer]:
             return ("input", "weight")
         return ("weight", "input") if self.micro_batch in ("only", "last") and sums.would_fill(step) else ("all",)
-
-
-def by_samples(layout: Layout) -> bool:
-    """Return whether each sample is on exactly one device, as a whole."""
-    return isinstance(layout, OnOne) or (isinstance(layout, Split) and layout.axis == 0)
 
 
 def trains(graph: Graph, inputs: Collection[str] = ()) -> set[str]:

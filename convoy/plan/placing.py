@@ -65,11 +65,6 @@ def kept_layouts(plan: Plan, graph: Graph, used: Mapping[str, Layout]) -> dict[s
     return kept
 
 
-def is_gathered(kept: Layout, used: Layout) -> bool:
-    """Return whether a parameter is gathered from shards before its use."""
-    return isinstance(kept, Split) and isinstance(used, Replicated)
-
-
 def own_strategy(plan: Plan, layer: Layer) -> Strategy | None:
     """Return a layer's own strategy, if any. All calls of one module share weights, so they share its strategy."""
     return plan.layers.get(layer.name) or plan.layers.get(layer.name.partition("#")[0])

@@ -63,11 +63,6 @@ class Plan:
     outputs: OutputPlace = "everywhere"
 
     @property
-    def exact(self) -> bool:
-        """Whether training follows that of one device, because messages keep full precision."""
-        return not self.inexact
-
-    @property
     def inexact(self) -> str:
         """The reason why training differs from that on one device; empty if it does not."""
         if self.wire != "exact":
@@ -149,11 +144,19 @@ class Plan:
         try:
             row = _PlanFile.model_validate(raw)
         except ValidationError as error:
-            raise PlanError(f"{source}: {_first_fault(error)}") from None
-        otherwise = row.otherwise.strategy_of()
+            fault = error.errors()[0]
+            where = ".".join(str(part) for part in fault["loc"]) or "the file"
+            if fault["type"] == "extra_forbidden":
+                text = f"unknown key {shown(where)}: remove it, or use the version of Convoy that wrote it"
+            elif fault["type"] == "missing":
+                text = f"the key {where!r} is missing: add it or make the plan again"
+            else:
+                text = f"{where}: {fault['msg']} (found {shown(fault['input'])}): correct it or make the plan again"
+            raise PlanError(f"{source}: {text}") from None
+        otherwise = _strategy_of(row.otherwise)
         assert isinstance(otherwise, Batch | One)
         return Plan(
-            row.name, row.model, row.devices, row.batch, {n: each.strategy_of() for n, each in row.layers.items()},
+            row.name, row.model, row.devices, row.batch, {n: _strategy_of(each) for n, each in row.layers.items()},
             otherwise, row.reduce, row.pieces, row.wire,
             {n: Sharding(tuple(each.shares), each.form) for n, each in row.in_shares.items()}, row.outputs,
         )  # fmt: skip
@@ -178,9 +181,6 @@ class _BatchRow(_FileModel):
     strategy: Literal["batch"]
     shares: list[int]
 
-    def strategy_of(self) -> Strategy:
-        return _BY_NAME[self.strategy](tuple(self.shares))
-
 
 class _SharesRow(_BatchRow):
     strategy: Literal["batch", "filter", "channel"]  # type: ignore[assignment]
@@ -189,9 +189,6 @@ class _SharesRow(_BatchRow):
 class _OneRow(_FileModel):
     strategy: Literal["one"]
     device: int
-
-    def strategy_of(self) -> Strategy:
-        return One(self.device)
 
 
 class _ShardingRow(_FileModel):
@@ -214,6 +211,10 @@ class _PlanFile(_FileModel):
     outputs: OutputPlace = "everywhere"
 
 
+def _strategy_of(row: _BatchRow | _OneRow) -> Strategy:
+    return One(row.device) if isinstance(row, _OneRow) else _BY_NAME[row.strategy](tuple(row.shares))
+
+
 def _as_row(strategy: Strategy) -> dict[str, Any]:
     if isinstance(strategy, One):
         return {"strategy": "one", "device": strategy.device}
@@ -226,13 +227,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if repeated := [key for key, count in counts.items() if count > 1]:
         raise ValueError(f"the key {shown(repeated[0])} occurs twice")
     return dict(pairs)
-
-
-def _first_fault(error: ValidationError) -> str:
-    fault = error.errors()[0]
-    where = ".".join(str(part) for part in fault["loc"]) or "the file"
-    if fault["type"] == "extra_forbidden":
-        return f"unknown key {shown(where)}: remove it, or use the version of Convoy that wrote it"
-    if fault["type"] == "missing":
-        return f"the key {where!r} is missing: add it or make the plan again"
-    return f"{where}: {fault['msg']} (found {shown(fault['input'])}): correct it or make the plan again"

@@ -72,7 +72,7 @@ class ComputeStep:
         part: gradients to compute. A layer may have two backward steps, to send the first gradient during the second step.
         last: whether it is the last step of the layer's backward.
         chunks: number of chunks of the input's rows; in forward, each is computed while later ones arrive.
-        frees: keys of gathered parameters that are freed afterwards.
+        frees: keys of gathered parameters to free after it.
     """
 
     id: int
@@ -260,6 +260,11 @@ def joined(shares: Sequence[Shares]) -> Shares:
     return tuple(map(sum, zip(*shares, strict=True)))
 
 
+def by_samples(layout: Layout) -> bool:
+    """Return whether each sample is on exactly one device, as a whole."""
+    return isinstance(layout, OnOne) or (isinstance(layout, Split) and layout.axis == 0)
+
+
 Exchange = Move | ReturnGradient | GatherStatistics | SumGradients | GatherWeights
 Step = ComputeStep | Exchange
 
@@ -303,18 +308,11 @@ class StepList:
     @property
     def joins_losses(self) -> bool:
         """Whether each device computes the loss of its samples, so that losses are summed before backward."""
-        stays = any(
-            isinstance(v.layout, OnOne) or (isinstance(v.layout, Split) and v.layout.axis == 0) for v in self.outputs
-        )
+        stays = any(by_samples(value.layout) for value in self.outputs)
         return stays and self.devices > 1 and bool(self.phase("backward"))
 
     def phase(self, phase: Phase) -> tuple[Step, ...]:
         return tuple(step for step in self.steps if step.phase == phase)
-
-    def first_readers(self) -> dict[str, str]:
-        """Return the first reader of each value, by the value's key."""
-        computes = [step for step in self.phase("forward") if isinstance(step, ComputeStep)]
-        return {value.key: step.layer for step in reversed(computes) for value in step.reads}
 
     def traffic(self, itemsize: int = 4) -> Counter[tuple[int, int]]:
         """Return the bytes sent in the whole list, by (sender, receiver)."""

@@ -1,10 +1,11 @@
 """Describe a plan as text: each device's part of each layer, and the step list line by line."""
 
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split, box, entries, holds
+from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split, held_entries, holders, holds
 from convoy.model.graph import Graph
 from convoy.plan import steps as st
 from convoy.plan.lower import lower
@@ -31,6 +32,9 @@ class LayerRow:
     note: str
 
 
+_STRATEGIES: Mapping[type[Layout], str] = {Split: "filter", Partial: "channel", Replicated: "copies", OnOne: "one"}
+
+
 def layer_rows(plan: Plan, graph: Graph, itemsize: int = 4) -> list[LayerRow]:
     """Return a plan's table, with one row for each layer."""
     steps = lower(plan, graph)
@@ -41,9 +45,12 @@ def layer_rows(plan: Plan, graph: Graph, itemsize: int = 4) -> list[LayerRow]:
     for step in steps.phase("forward"):
         if isinstance(step, ComputeStep):
             layer, layout = graph[step.layer], step.writes.layout
-            parts = tuple(_part(step, d) for d in range(plan.devices))
-            name, note = _strategy(layout), step.note or layer.reason
-            rows.append(LayerRow(layer.name, layer.kind, name, parts, sent[layer.name], note))
+            # A sum over input channels is split like its input.
+            shared = step.reads[0].layout if isinstance(layout, Partial) else layout
+            shares = map(str, shared.shares) if isinstance(shared, Split) else ["all"] * plan.devices
+            parts = tuple(share if holds(layout, d) else "-" for d, share in enumerate(shares))
+            name = "batch" if isinstance(layout, Split) and layout.axis == 0 else _STRATEGIES[type(layout)]
+            rows.append(LayerRow(layer.name, layer.kind, name, parts, sent[layer.name], step.note or layer.reason))
     return rows
 
 
@@ -52,8 +59,11 @@ def work_shares(steps: StepList, graph: Graph) -> tuple[float, ...]:
     computed = [step for step in steps.phase("forward") if isinstance(step, ComputeStep)]
     flop = [graph[step.layer].flop for step in computed]
     weights = flop if any(flop) else [1] * len(computed)
-    rows = list(zip(weights, computed, strict=True))
-    work = [sum(weight * _fraction(step, device) for weight, step in rows) for device in range(steps.devices)]
+    work = [0.0] * steps.devices
+    for weight, step in zip(weights, computed, strict=True):
+        value = step.reads[0] if isinstance(step.writes.layout, Partial) else step.writes
+        for device in holders(step.writes.layout):
+            work[device] += weight * held_entries(value.layout, device, value.shape) / max(1, math.prod(value.shape))
     total = sum(work)
     return tuple(w / total if total else 1 / steps.devices for w in work)
 
@@ -101,37 +111,11 @@ def _step_text(step: Step) -> str:
             return f"gather   shards of {what}"
 
 
-def _strategy(layout: Layout) -> str:
-    match layout:
-        case Split(axis, _):
-            return "filter" if axis else "batch"
-        case Partial():
-            return "channel"
-        case Replicated():
-            return "copies"
-        case OnOne():
-            return "one"
-
-
-def _fraction(step: ComputeStep, device: int) -> float:
-    # A sum over input channels is split like its input.
-    value = step.reads[0] if isinstance(step.writes.layout, Partial) else step.writes
-    here = box(value.layout, device, value.shape) if holds(step.writes.layout, device) else None
-    return entries(here) / max(1, entries(tuple((0, n) for n in value.shape))) if here else 0.0
-
-
-def _part(step: ComputeStep, device: int) -> str:
-    layout = step.writes.layout
-    if not holds(layout, device):
-        return "-"
-    shared = step.reads[0].layout if isinstance(layout, Partial) else layout
-    return str(shared.shares[device]) if isinstance(shared, Split) else "all"
-
-
 def _bytes_by_layer(steps: StepList, graph: Graph, itemsize: int) -> Iterator[tuple[str, int]]:
     """Yield each exchange's bytes for the layers that need it: the reader of a move, the owners of summed parameters."""
     owner = {p.key: layer.name for layer in graph.layers.values() for p in layer.parameters.values()}
-    readers = steps.first_readers()
+    computes = [step for step in steps.phase("forward") if isinstance(step, ComputeStep)]
+    readers = {value.key: step.layer for step in reversed(computes) for value in step.reads}  # the first of each value
     for step in steps.steps:
         total = 0 if isinstance(step, ComputeStep) else sum(traffic(step, itemsize).values())
         match step:

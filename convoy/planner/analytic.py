@@ -17,13 +17,13 @@ import numpy.typing as npt
 
 from convoy.layout.collectives import Reduce, is_collective
 from convoy.layout.comm_dtype import sent_itemsize
-from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual, holders
+from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual, held_entries, holders
 from convoy.layout.shares import Shares, rescale
 from convoy.model.graph import Graph, Layer
 from convoy.plan.device_program import LocalSize, part_of_outputs, shares_statistics, whole_size
 from convoy.plan.lower import BUCKET_ENTRIES, lower, trains
 from convoy.plan.plan import Plan
-from convoy.plan.steps import MicroBatch, StepList
+from convoy.plan.steps import MicroBatch, Phase, StepList
 from convoy.plan.strategy import Placement, Sharding
 from convoy.planner.request import PlanRequest
 from convoy.simulate.compute import Roofline
@@ -187,25 +187,13 @@ def move_s(load: Loads, network: Network, itemsize: int) -> float:
     into = np.bincount(hosts, received, count) / np.array(network.receive_bytes_per_s)
     within = np.bincount(hosts, sent, count) / np.array(network.within_bytes_per_s) if count == 1 else np.zeros(1)
     processor = (sent + received) * np.array(network.processor_s_per_byte)
-    crossing = _uplink_s(network, sent, received)
-    return (
-        float(max(out.max(), into.max(), processor.max(), within.max(), crossing))
-        + load.rounds * network.largest_latency_s
-    )
-
-
-def _uplink_s(network: Network, sent: Vector, received: Vector) -> float:
-    if not network.segment:
-        return 0.0
-    longest_s, host_segment = 0.0, np.array(network.segment)
-    segment = host_segment[np.array(network.host)]
-    for index, (out, into) in enumerate(
-        zip(network.uplink_send_bytes_per_s, network.uplink_receive_bytes_per_s, strict=True)
-    ):
-        inside = segment == index
-        outside = float((host_segment != index).sum()) / max(1, len(host_segment) - 1)
-        longest_s = max(longest_s, outside * sent[inside].sum() / out, outside * received[inside].sum() / into)
-    return longest_s
+    longest_s, segment = float(max(out.max(), into.max(), processor.max(), within.max())), np.array(network.segment)
+    uplinks = zip(network.uplink_send_bytes_per_s, network.uplink_receive_bytes_per_s, strict=True)
+    for index, (sends, receives) in enumerate(uplinks):
+        inside = segment[hosts] == index
+        outside = float((segment != index).sum()) / max(1, len(segment) - 1)
+        longest_s = max(longest_s, outside * sent[inside].sum() / sends, outside * received[inside].sum() / receives)
+    return longest_s + load.rounds * network.largest_latency_s
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -230,7 +218,7 @@ class CostModel:
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
         self.graph, self.batch, self.costs = request.graph, request.batch, request.costs
-        self.devices = self.costs.network.devices
+        self.devices = len(self.costs.network.host)
         self.reduce: Reduce = request.reduce or ("direct" if self.devices <= DIRECT_DEVICES else "ring")
         self.trains = trains(self.graph)
         self.losses = frozenset(n for n in self.graph.outputs if self.graph[n].batched and n in self.trains)
@@ -272,28 +260,20 @@ class CostModel:
         """Return forward + backward seconds of a layer at one size, including overheads."""
         if size.samples == 0 or size.outputs == 0 or size.inputs == 0:
             return 0.0
-        phases = 2 if layer.name in self.trains else 1
-        kind = self.alike[device]
+        trained, like, kind = layer.name in self.trains, self.like(layer), self.alike[device]
+        if layer.statistics and size.samples < self.batch:
+            size = replace(size, shares_statistics=True)  # other devices compute the rest of the batch
+        key = (like.name, kind, size)
+        if key not in self.arithmetic:
+            phases: tuple[Phase, ...] = ("forward", "backward") if trained else ("forward",)
+            self.arithmetic[key] = sum(self.costs.times.seconds(kind, like, phase, size) for phase in phases)
         overhead = self.costs.overhead(kind)
-        host_s = phases * (overhead.queue_s or overhead.layer_s / 2)
-        seconds = overhead.joined_s(self._arithmetic_s(layer, kind, size), host_s)
+        host_s = (1 + trained) * (overhead.queue_s or overhead.layer_s / 2)
+        seconds = overhead.joined_s(self.arithmetic[key], host_s)
         if layer.name in self.losses and self.request.outputs == "where-computed":
             # Otherwise every device computes the loss of the global batch in any plan.
             seconds += overhead.loss_s((size.samples * math.prod(layer.shape),), self.costs.itemsize)
         return seconds
-
-    def _arithmetic_s(self, layer: Layer, device: int, size: LocalSize) -> float:
-        layer, device = self.like(layer), self.alike[device]
-        if layer.statistics and size.samples < self.batch:
-            # Other devices compute the rest of the batch.
-            size = replace(size, shares_statistics=True)
-        key = (layer.name, device, size)
-        if key not in self.arithmetic:
-            seconds = self.costs.times.seconds(device, layer, "forward", size)
-            if layer.name in self.trains:
-                seconds += self.costs.times.seconds(device, layer, "backward", size)
-            self.arithmetic[key] = seconds
-        return self.arithmetic[key]
 
     def samples_s(self, device: int, samples: int, shared: bool = False) -> float:
         """Return the seconds of the whole model on some samples. `shared`: other devices compute the rest of the batch."""
@@ -383,7 +363,9 @@ class CostModel:
                 layout = (
                     layout if how is None or not parameter.shape else Split(0, rescale(how.shares, parameter.shape[0]))
                 )
-            kept = max(kept, max(n * self.costs.update_s(d) for d, n in _held(layout, parameter.shape)))
+            kept = max(
+                kept, max(held_entries(layout, d, parameter.shape) * self.costs.update_s(d) for d in holders(layout))
+            )
         if not summed:
             return kept / self.request.micro_batches
         copies = next(v for v in placed.parameters.values() if isinstance(v, Replicated))
@@ -398,15 +380,6 @@ class CostModel:
         load = sum_loads(copies.devices, copies.devices, float(summed), self.devices, self.reduce)
         seconds = self._exchange_s(load) - (load.rounds * self.round_s + self.jitter_s) * shared
         return (kept + seconds) / self.request.micro_batches
-
-
-def _held(layout: Layout, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return (device, number of entries) for each device that holds entries."""
-    entries = math.prod(shape)
-    if isinstance(layout, Split):
-        behind = entries // max(1, shape[layout.axis])
-        return [(d, n * behind) for d, n in enumerate(layout.shares) if n]
-    return [(d, entries) for d in holders(layout)]
 
 
 def _alike_layers(graph: Graph, trains: set[str]) -> dict[str, Layer]:

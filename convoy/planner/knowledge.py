@@ -74,11 +74,11 @@ class FleetKnowledge:
         return self.described if self.measured is None else self.measured.fleet
 
     def costs(self, graph: Graph, optimizer: str = "sgd-momentum") -> Costs:
-        """Return the best costs known for a model: measured with it, measured with another one, or described.
+        """Return the best costs known for a model: measured or described.
 
         Raises:
             InputError: nothing is known about a device.
-            MismatchError: see `Measurement.best_costs`.
+            MismatchError: the devices were measured with another model.
         """
         if self.given is not None:
             return self.given
@@ -88,7 +88,7 @@ class FleetKnowledge:
             )
         if self.measured is None:
             return described_costs(self.fleet, optimizer=optimizer)
-        costs = self.measured.best_costs(graph)
+        costs = self.measured.costs(graph)
         if not self.slower:
             return costs
         return replace(costs, times=CachedTimes(costs.times, [self.slower.get(d, 1.0) for d in self.ids]))

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Literal, TypeVar
 
 from convoy.fleet import Fleet
+from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import One
 from convoy.planner.knowledge import FleetKnowledge
@@ -104,7 +105,14 @@ def forecast(request: PlanRequest, say: Callable[[str], object] = lambda _: None
         sizes = [size for size in BATCHES if size <= request.batch * _more_samples(request)]
         from_batch = _first(sizes, lambda size: _pays(replace(request, batch=size), fleet))
     if asked_links:
-        from_link = _first(LINKS, lambda rate: _pays(request, _with_link(fleet, rate)))
+        card = fleet.network or next(host.card for host in fleet.hosts if host.card is not None)
+        hosts = tuple(replace(host, card=None) for host in fleet.hosts)
+
+        def pays(rate: float) -> bool:
+            network = replace(card, send_bytes_per_s=rate, receive_bytes_per_s=rate)
+            return _pays(request, replace(fleet, hosts=hosts, network=network))
+
+        from_link = _first(LINKS, pays)
     if best.workers > 1 and gain >= WORTH:  # the simulation is more exact than the analytic model
         if fleet.network is not None and from_link is not None:
             from_link = min(from_link, fleet.network.send_bytes_per_s)
@@ -144,7 +152,8 @@ def _more_samples(request: PlanRequest) -> float:
     if limit == float("inf"):
         return limit
     plan = Plan("alone", request.graph.fingerprint, len(request.names), request.batch, {}, One(fastest))
-    need = memory_of(plan, request.graph, optimizer=request.optimizer, itemsize=request.costs.itemsize)[fastest]
+    steps = lower(plan, request.graph)
+    need = memory_of(steps, request.graph, optimizer=request.optimizer, itemsize=request.costs.itemsize)[fastest]
     fixed = need.total_bytes - need.activations_bytes
     return max(0.0, (limit - fixed) / max(1, need.activations_bytes))
 
@@ -160,11 +169,3 @@ def _first(values: Sequence[_T], holds: Callable[[_T], bool]) -> _T | None:
     """Return the first value for which `holds` is true, which then is true for all later values; None if there is none."""
     index = bisect_left(values, True, key=holds)
     return values[index] if index < len(values) else None
-
-
-def _with_link(fleet: Fleet, bytes_per_s: float) -> Fleet:
-    card = fleet.network or next(host.card for host in fleet.hosts if host.card is not None)
-    hosts = tuple(replace(host, card=None) for host in fleet.hosts)
-    return replace(
-        fleet, hosts=hosts, network=replace(card, send_bytes_per_s=bytes_per_s, receive_bytes_per_s=bytes_per_s)
-    )

@@ -16,19 +16,18 @@ from convoy.errors import PlanError
 from convoy.layout.collectives import Reduce
 from convoy.layout.layout import Replicated, Split, holders
 from convoy.layout.shares import apportion
-from convoy.model.graph import Layer
 from convoy.plan.coupling import coupled_axes, with_units
 from convoy.plan.placing import placements
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, SHARE_UNITS, Speeds, named_plan
 from convoy.plan.steps import ComputeStep, micro_batches
-from convoy.plan.strategy import STRATEGIES, Batch, Placement, Sharding, can_shard
+from convoy.plan.strategy import STRATEGIES, Batch, Sharding, can_shard
 from convoy.planner.analytic import DIRECT_DEVICES, CostModel, content
 from convoy.planner.request import PlanRequest
 from convoy.planner.search import Candidate, Search, batch_shares, in_order, model_s
 from convoy.simulate.compute import CachedTimes
-from convoy.simulate.memory import fewest_micro_batches, memory_of_steps, micro_batch_words, most_bytes
-from convoy.simulate.simulator import computing_s, layers_s, simulate
+from convoy.simulate.memory import fewest_micro_batches, memory_of, micro_batch_words, most_bytes
+from convoy.simulate.simulator import layers_s, seconds_by_phase, simulate
 
 SIMULATION_WORK = 300_000
 """Plans are simulated up to this product of layers and devices^4, because the time grows with layers and concurrent
@@ -58,15 +57,6 @@ IMPROVED = 6
 
 MEMORY_ATTEMPTS = 8
 """The most times that samples are moved away from devices whose memory is too small."""
-
-
-def plan_auto(request: PlanRequest) -> Plan:
-    """Return the plan with the shortest predicted step.
-
-    Raises:
-        PlanError: no plan fits the devices' memory.
-    """
-    return candidates(request)[0].plan
 
 
 def candidates(request: PlanRequest, *, simulated: bool = True) -> list[Candidate]:
@@ -143,7 +133,7 @@ def _needs(plan: Plan, model: CostModel) -> tuple[int, ...]:
     most = most_bytes(model.steps(plan), graph, optimizer=request.optimizer, itemsize=itemsize)
     if not request.limits.excess(most):
         return most
-    memory = memory_of_steps(model.steps(plan), graph, optimizer=request.optimizer, itemsize=itemsize)
+    memory = memory_of(model.steps(plan), graph, optimizer=request.optimizer, itemsize=itemsize)
     return tuple(row.total_bytes for row in memory)
 
 
@@ -209,7 +199,7 @@ def _moved_off(samples: Sequence[int], needs: Sequence[int], plan: Plan, model: 
     """Move samples from devices with too little memory to others. Return None if all fit, or if the others have no room."""
     limits, request = model.request.limits, model.request
     excess = limits.excess(needs)
-    memory = memory_of_steps(model.steps(plan), model.graph, optimizer=request.optimizer, itemsize=model.costs.itemsize)
+    memory = memory_of(model.steps(plan), model.graph, optimizer=request.optimizer, itemsize=model.costs.itemsize)
     sample_bytes = max(each.activations_bytes / n for each, n in zip(memory, samples, strict=True) if n)
     if not excess or not sample_bytes:
         return None
@@ -349,10 +339,11 @@ class LocalSearch:
 
     def shorter(self, plan: Plan, than_s: float) -> Simulated | None:
         """Return the simulation of a plan if its step is shorter than `than_s` and the plan may be used."""
-        steps = self.model.steps(plan)
-        # Most plans need no simulation, because one device's layers alone take longer.
-        if self._key(plan) not in self.known and max(computing_s(steps, self.model.graph, self.costs)) >= than_s:
-            return None
+        if self._key(plan) not in self.known:
+            # Most plans need no simulation, because one device's layers alone take longer.
+            rows = seconds_by_phase(self.model.steps(plan), self.model.graph, self.costs.times)
+            if max(sum(row.values()) for row in rows) >= than_s:
+                return None
         found = self.simulated(plan)
         return found if found.step_s < than_s and self.fits(plan) else None
 
@@ -408,8 +399,13 @@ class LocalSearch:
 
     def keep_otherwise(self, start: Candidate, speeds: Sequence[float]) -> Better:
         """Try to store replicated weights as copies, or as shards: by speed or evenly, over some or all devices."""
-        graph, placed = self.model.graph, placements(start.plan, self.model.graph)
-        names = [name for name, each in placed.items() if _uses_copies(graph[name], each)]
+        graph, placed, names = self.model.graph, placements(start.plan, self.model.graph), []
+        for name, each in placed.items():
+            # Parameters can be sharded if several devices use all of them for their own samples.
+            is_split = isinstance(each.gives, Split) and each.gives.axis == 0 and len(holders(each.gives)) > 1
+            trained = [each.parameters[key] for key, p in graph[name].parameters.items() if p.trainable]
+            if is_split and can_shard(graph[name]) and any(isinstance(how, Replicated) for how in trained):
+                names.append(name)
         if not names:
             return
         working = {d for each in placed.values() for d in holders(each.gives)}
@@ -465,11 +461,3 @@ class LocalSearch:
                     units[giver] -= moved
                     units[taker] += moved
                     yield with_units(plan, axes, tuple(units))
-
-
-def _uses_copies(layer: Layer, placed: Placement) -> bool:
-    """Return whether a layer's parameters can be sharded: several devices use all of them for their own samples."""
-    gives = placed.gives
-    if not can_shard(layer) or not isinstance(gives, Split) or gives.axis != 0 or len(holders(gives)) < 2:
-        return False
-    return any(isinstance(placed.parameters[key], Replicated) for key, p in layer.parameters.items() if p.trainable)

@@ -20,9 +20,9 @@ from convoy.simulate.memory import (
     MemoryLimits,
     fewest_micro_batches,
     memory_of,
-    memory_of_steps,
     micro_batch_words,
     optimizer_named,
+    parameters_of,
 )
 from convoy.simulate.simulator import simulate
 
@@ -85,7 +85,7 @@ def predict_plan(plan: Plan, request: PlanRequest) -> PlanPrediction:
 
     step_s = mean(each.step_s for each in timelines)
     rate = plan.batch / step_s
-    memory = memory_of_steps(lists[-1], graph, optimizer=request.optimizer, itemsize=costs.itemsize)
+    memory = memory_of(lists[-1], graph, optimizer=request.optimizer, itemsize=costs.itemsize)
     traffic = [each.traffic(costs.itemsize) for each in lists]
     devices = range(plan.devices)
     computes = [mean(each.compute_s[d] for each in timelines) / step_s for d in devices]
@@ -129,7 +129,8 @@ def _busiest(timeline: Timeline, steps: StepList, request: PlanRequest) -> str:
     """Return the name of the resource that is busy longest; "waiting: ..." if none is busy for half of the step."""
     network, names = request.costs.network, request.names
     first = {host: names[device] for device, host in reversed(list(enumerate(network.host)))}
-    busy_s = {f"computing on {names[timeline.busiest]}": timeline.compute_s[timeline.busiest]}
+    longest_s = max(timeline.compute_s)
+    busy_s = {f"computing on {names[timeline.compute_s.index(longest_s)]}": longest_s}
     for (sender, receiver), size in steps.traffic(request.costs.itemsize).items():
         a, b = network.host[sender], network.host[receiver]
         if a != b:
@@ -216,7 +217,8 @@ def check_alone(request: PlanRequest, plan: Plan, limits: MemoryLimits) -> None:
     """
 
     def needs(samples: int) -> list[int]:
-        return [each.total_bytes for each in memory_of(plan, request.graph, samples, optimizer=request.optimizer)]
+        steps = lower(plan, request.graph, samples)
+        return [each.total_bytes for each in memory_of(steps, request.graph, optimizer=request.optimizer)]
 
     if limits.excess(needs(request.batch)):
         more = fewest_micro_batches(request.batch, lambda samples: not limits.excess(needs(samples)))
@@ -275,16 +277,12 @@ def spare_price(row: PlanPrediction, request: PlanRequest, every: int | None = N
 
 def kept_bytes(steps: StepList, graph: Graph, optimizer: str, itemsize: int = 4) -> list[tuple[int, int]]:
     """For each device, return the bytes of its state, and of its state that no other device holds."""
-    numbers = 1 + optimizer_named(optimizer).state
-    found = {}
-    for step in steps.phase("forward"):
-        if isinstance(step, ComputeStep):
-            for name, layout in step.parameters.items():
-                parameter = graph[step.layer].parameters[name]
-                found[parameter.key] = (layout, parameter.shape, itemsize * (numbers if parameter.trainable else 1))
-    rows = []
+    numbers, rows = 1 + optimizer_named(optimizer).state, []
     for device in range(steps.devices):
-        sizes = [(held_entries(layout, device, shape) * size, single(layout)) for layout, shape, size in found.values()]
+        sizes = [
+            (held_entries(layout, device, p.shape) * itemsize * (numbers if p.trainable else 1), single(layout))
+            for p, layout in parameters_of(steps, graph)
+        ]
         rows.append((sum(n for n, _ in sizes), sum(n for n, alone in sizes if alone)))
     return rows
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from convoy.plan.coupling import plan_for
+from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS, Speeds, named_plan
 from convoy.planner.analytic import CostModel
@@ -91,7 +92,7 @@ def _predicted(plan: Plan, request: PlanRequest) -> NewPlan:
     if len(graph.layers) * plan.devices**2 <= SIMULATED_WORK:
         found = predict_plan(plan, request)
         return NewPlan(plan, found.step_s, found.overfull)
-    memory = memory_of(plan, graph, optimizer=request.optimizer, itemsize=request.costs.itemsize)
+    memory = memory_of(lower(plan, graph), graph, optimizer=request.optimizer, itemsize=request.costs.itemsize)
     overfull = tuple(request.limits.overfull([each.total_bytes for each in memory]))
     return NewPlan(plan, model_s(CostModel(request), range(plan.devices), plan), overfull)
 

@@ -84,7 +84,7 @@ class PlanRequest:
     def names(self) -> tuple[str, ...]:
         fleet = self.fleet.fleet
         if fleet is None:
-            return tuple(f"device {d}" for d in range(self.costs.network.devices))
+            return tuple(f"device {d}" for d in range(len(self.costs.network.host)))
         return tuple(device.name for device in fleet.devices)
 
     @cached_property
@@ -98,7 +98,7 @@ class PlanRequest:
         """Predicted samples/s of each device training alone with the global batch."""
         known: dict[object, float] = {}
         result = []
-        for device in range(self.costs.network.devices):
+        for device in range(len(self.costs.network.host)):
             key = (self.costs.times.alike(device), self.costs.update_s(device), self.costs.overhead(device))
             if key not in known:
                 known[key] = self.batch / self.alone_s(device)

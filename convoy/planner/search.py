@@ -14,9 +14,9 @@ from convoy.layout.layout import Layout, OnOne, Partial, Split, everywhere
 from convoy.layout.shares import Shares, apportion
 from convoy.model.graph import Layer
 from convoy.plan.device_program import whole_size
-from convoy.plan.lower import by_samples
 from convoy.plan.placing import placements, unnamed
 from convoy.plan.plan import Plan
+from convoy.plan.steps import by_samples
 from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Sharding, Strategy, follow, place
 from convoy.planner.analytic import CostModel, Side
 
@@ -81,7 +81,7 @@ class _Choice:
     Attributes:
         strategy: the strategy; None: the layer follows its input, and the plan omits it.
         gives: number of the output's layout.
-        inputs: layouts in which the inputs are available afterwards.
+        inputs: layouts in which the inputs are available after the layer.
     """
 
     strategy: Strategy | None

@@ -25,7 +25,6 @@ from convoy.simulate.simulator import layers_s
 BASIS: Mapping[Basis | None, str] = {
     None: "given costs",
     "measured": "times of this net measured on this fleet",
-    "rates": "rates of these devices with another net; links and overheads as measured",
     "described": "a roofline: the devices' peaks and the part of them that nets reach; nothing was measured here "
     "(convoy measure)",
 }

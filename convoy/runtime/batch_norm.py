@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from convoy.errors import InputError
 from convoy.machine.accelerator import has_sync_batch_norm
 from convoy.model.graph import Layer
-from convoy.runtime.kernels import Gradients, named
+from convoy.runtime.kernels import Gradients
 
 
 class GlobalBatchNorm:
@@ -137,8 +137,8 @@ class GlobalBatchNorm:
             scale = by.inverse_deviation if weight is None else by.inverse_deviation * weight
             shift, slope = (rows.sum(0) / -by.count).view(2, self.channels).mul_(scale).unbind(0)
             gx = self._affine(x, by, slope, shift).addcmul_(g, scale.view(1, -1, *[1] * (x.dim() - 2)))
-        trained = [each is not None and each.requires_grad for each in (weight, bias)]
-        return [gx], named(weight=gw if trained[0] else None, bias=gb if trained[1] else None)
+        own = (("weight", weight, gw), ("bias", bias, gb))
+        return [gx], {name: g for name, each, g in own if each is not None and each.requires_grad}
 
     def _affine(self, x: Tensor, by: "Normalisation", slope_C: Tensor | None, shift_C: Tensor | None) -> Tensor:
         """Return (x - mean) / deviation * slope + shift per channel, by torch's evaluation kernel: it reads x once."""

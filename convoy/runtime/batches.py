@@ -8,7 +8,7 @@ from torch import Tensor
 
 from convoy.comm.group import Group
 from convoy.errors import InputError
-from convoy.layout.layout import Layout, Replicated, Shape, box, everywhere, local_shape
+from convoy.layout.layout import Layout, Replicated, Shape, box, everywhere, holders, local_shape
 from convoy.model.graph import Graph
 from convoy.plan.steps import InputGradient, StepList
 from convoy.runtime.exchange import redistribute
@@ -163,28 +163,20 @@ class OutputPart:
 
     Give it to :func:`convoy.loss`. torch's functions refuse it, because a mean over local samples only would be wrong.
 
-    Args:
-        tensor: output of the local samples, with its autograd graph.
-        layout, shape: layout and shape of the global output.
-
     Attributes:
-        batch: samples in the global batch.
-        rows: start and stop of the local samples in the global batch.
+        attached: the output of the local samples, with its autograd graph. Use it only in a loss that is summed over devices.
+        batch, rows: samples in the global batch; start and stop of the local ones in it.
+        owners: the devices that have samples.
     """
 
     def __init__(self, tensor: Tensor, layout: Layout, shape: Shape, group: Group) -> None:
-        self._tensor, self._layout, self._shape, self.group = tensor, layout, shape, group
-        self.batch, self.rows = shape[0], rows_of(layout, shape, group.device)
+        self.attached, self._layout, self._shape, self.group = tensor, layout, shape, group
+        self.batch, self.rows, self.owners = shape[0], rows_of(layout, shape, group.device), holders(layout)
 
     @property
     def own(self) -> Tensor:
         """The output of the local samples, detached; zero rows if the device has no samples."""
-        return self._tensor.detach()
-
-    @property
-    def attached(self) -> Tensor:
-        """The output of the local samples, with its autograd graph. Use it only in a loss that is summed over devices."""
-        return self._tensor
+        return self.attached.detach()
 
     def whole(self) -> Tensor:
         """Return the output of the global batch, detached. Every device must call it."""
@@ -205,7 +197,7 @@ class OutputPart:
 
     def __repr__(self) -> str:
         start, stop = self.rows
-        return f"OutputPart(samples {start} to {stop} of a batch of {self.batch}, shape {tuple(self._tensor.shape)})"
+        return f"OutputPart(samples {start} to {stop} of a batch of {self.batch}, shape {tuple(self.attached.shape)})"
 
     @classmethod
     def __torch_function__(

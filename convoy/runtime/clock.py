@@ -21,7 +21,6 @@ class Clock:
         slowdown: factor by which sleeping prolongs each layer. On a CPU it multiplies processor time, so that other
             processes on the same cores do not prolong the sleep.
         exchange_s: seconds in which the host communicated, or waited for data to send.
-        device: the device that computes.
         now: returns the time that the slowdown multiplies: processor time on a CPU, else wall-clock time.
     """
 

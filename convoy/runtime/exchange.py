@@ -34,12 +34,7 @@ class Slots:
 
 
 class Lane:
-    """A runner of exchange operations on one lane of a group.
-
-    Args:
-        number: number of the lane, see `Group.start`.
-        slots: receive buffers for sums.
-    """
+    """A runner of exchange operations on one lane of a group."""
 
     def __init__(self, group: Group, number: int, slots: Slots) -> None:
         self.group, self.number, self.slots = group, number, slots

@@ -23,10 +23,10 @@ from convoy.plan.steps import ComputeStep, InputGradient, MicroBatch, Phase, Ste
 from convoy.runtime import kernels
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.runtime.clock import Clock
-from convoy.runtime.compiled import Compiler, Regions
+from convoy.runtime.cuda_graphs import CudaGraphs, Regions, regions_of
 from convoy.runtime.exchange import Buffers, Lane, Slots
 from convoy.runtime.gradients import Found, SegmentSums, Sums, Worker, collect, own_memory, packed, unpack
-from convoy.runtime.program import Item, Program, reached_parameters
+from convoy.runtime.program import BoundFused, Item, Program
 from convoy.runtime.weights import GatheredParameters, PlanInUse
 
 
@@ -39,7 +39,7 @@ class Tape:
         norms: per batch norm over several devices, the statistics of the global batch.
         fused: per segment, autograd's graph: its roots and the edge of each output.
         precision: number type of the layers' arithmetic; None: the model's own.
-        regions: layers that may run compiled.
+        regions: layers that may run as one CUDA graph.
     """
 
     program: Program
@@ -55,32 +55,22 @@ class Executor:
 
     Args:
         traced: graph and operations of the whole model, as traced in one mode (training or evaluation).
-        fuse: run autograd on each segment as one graph; False: on each layer by itself.
-        gathered: memory for gathered parameters; None: no parameter is sharded.
 
     Attributes:
         expected_s: expected seconds per layer, used to divide a segment's measured time.
-        compiler: compiles regions of layers; None: nothing is compiled.
+        graphs: captures regions of layers as CUDA graphs; None: every layer is launched.
     """
 
     def __init__(
-        self,
-        group: Group,
-        model: nn.Module,
-        traced: TracedModel,
-        clock: Clock,
-        *,
-        fuse: bool = True,
-        gathered: GatheredParameters | None = None,
+        self, group: Group, model: nn.Module, traced: TracedModel, clock: Clock, gathered: GatheredParameters
     ) -> None:
-        self.group, self.model, self.traced, self.clock, self.fuse = group, model, traced, clock, fuse
-        self.gathered = gathered or GatheredParameters(model, {})
+        self.group, self.model, self.traced, self.clock, self.gathered = group, model, traced, clock, gathered
         self.arithmetic: dict[str, kernels.Arithmetic] = {}
         self.calls = {name: bind_operation(model, operation) for name, operation in traced.operations.items()}
         self.norms: dict[str, GlobalBatchNorm] = {}
         self.slots, self._worker = Slots(), Worker("convoy-sums")
         self.expected_s: Expected = by_arithmetic
-        self.compiler: Compiler | None = None
+        self.graphs: CudaGraphs | None = None
         self._places: dict[str, tuple[dict[str, nn.Parameter | None], str]] = {}
         for name, layer in traced.graph.layers.items():
             if layer.kind != "input":
@@ -100,8 +90,10 @@ class Executor:
     ) -> Program:
         """Return this device's program for a step list; `missing` and `left` as in `compile_device`."""
         graph = self.traced.graph
-        made = compile_device(steps, graph, self.group.device, fuse=self.fuse, missing=missing, left=left)
-        reached = reached_parameters(without_gradients(steps, graph, missing) if missing else steps, graph)
+        made = compile_device(steps, graph, self.group.device, missing=missing, left=left)
+        with_gradients = without_gradients(steps, graph, missing) if missing else steps
+        computed = [s for s in with_gradients.phase("backward") if isinstance(s, ComputeStep) and s.part != "input"]
+        reached = tuple(dict.fromkeys(p.key for step in computed for p in graph[step.layer].trainable))
         return Program(steps, made, graph, self.model, reached)
 
     # --- forward -----------------------------------------------------------------------------------------------------
@@ -114,8 +106,10 @@ class Executor:
         buffers: Buffers = dict(zip(program.program.inputs, inputs, strict=True))
         tape = Tape(program, precision)
         with self.gathered.in_place(program.gathered):
-            if self.compiler is not None:
-                tape.regions = self.compiler.regions(program, self.traced, self.model, (precision, keep))
+            if self.graphs is not None:
+                if (precision, keep) not in program.regions:
+                    program.regions[precision, keep] = regions_of(self, program, (precision, keep))
+                tape.regions = program.regions[precision, keep]
             self._run_forward(program, tape, buffers, keep=keep)
         return [self._output(buffers, value) for value in program.steps.outputs], tape
 
@@ -157,26 +151,26 @@ class Executor:
             begin = kernels.Roots(roots, wants)
             del roots
             with kernels.under_autocast(tape.precision, self.group.torch_device.type):
-                ready = 0  # a compiled region has done the computations before this index
+                ready = 0  # a CUDA graph has done the computations before this index
                 for number, (op, drops) in enumerate(zip(fused.operations, bound.drops, strict=True)):
                     assert isinstance(op, ops.Compute)
-                    if (region := tape.regions.get((fused.number, number))) is not None:
-                        ready = max(ready, region.run(own))
+                    if self.graphs is not None and (region := tape.regions.get((fused.number, number))) is not None:
+                        ready = number + region.run(own, self.graphs)
                     if number >= ready:
                         inputs = [own[name] for name in op.reads]
                         with torch.set_grad_enabled(keep and self.traced.graph[op.layer].differentiable):
-                            if op.layer in bound.whole:
-                                own[op.writes[0]] = self.calls[op.layer](inputs, op.size.samples)
-                            else:  # a sharded layer's module cannot be called itself
-                                run = self.arithmetic[op.layer]
-                                own[op.writes[0]] = run.forward(inputs, op.size.samples, False, op.wants)[0]
+                            own[op.writes[0]] = self.call_of(op.layer, bound)(inputs, op.size.samples)
                         del inputs
                     for name in drops:
-                        own.pop(name, None)  # values inside a compiled region are not in the dict
+                        own.pop(name, None)  # values inside a CUDA graph are not in the dict
             made = [kernels.widened(own[name], tape.precision) for name in fused.writes]
         buffers.update(zip(fused.writes, map(kernels.detached, made), strict=True))
         if keep:
             tape.fused[fused.number] = (begin, tuple(map(kernels.edge_of, made)))
+
+    def call_of(self, layer: str, bound: BoundFused) -> kernels.Call:
+        # A sharded layer's module cannot be called itself.
+        return self.calls[layer] if layer in bound.whole else self.arithmetic[layer].call
 
     def _expected_s(self, fused: ops.Fused, program: Program) -> dict[str, float]:
         key = (fused.number, fused.phase)
@@ -236,7 +230,12 @@ class Executor:
             the gradients of the local parameters, by key, each in its own memory; and those of the inputs, None where this
             device gets none.
         """
-        program = self._variant(tape.program, output_gradients, frozenset(left or ()))
+        missing = frozenset(i for i, g in enumerate(output_gradients) if g is None)
+        missing &= set(tape.program.program.output_gradients)
+        variant = (missing, frozenset(left or ()) if missing else frozenset[str]())
+        if variant not in tape.program.variants:
+            tape.program.variants[variant] = self.program(tape.program.steps, *variant) if missing else tape.program
+        program = tape.program.variants[variant]
         buffers: Buffers = {ops.output_gradient(i): g for i, g in enumerate(output_gradients) if g is not None}
         before = {key: gradient for key, gradient in (left or {}).items() if gradient is not None}
         # For a sharded parameter, earlier micro-batches left a summed shard: add it after the reduce-scatter.
@@ -270,15 +269,6 @@ class Executor:
         parameter = parameters[name]
         assert parameter is not None
         return parameter
-
-    def _variant(self, program: Program, output_gradients: Sequence[Tensor | None], left: frozenset[str]) -> Program:
-        """Return the program compiled for these missing output gradients and these unsummed gradients."""
-        missing = frozenset(i for i, g in enumerate(output_gradients) if g is None)
-        missing &= set(program.program.output_gradients)
-        key = (missing, left if missing else frozenset())
-        if key not in program.variants:
-            program.variants[key] = self.program(program.steps, *key) if any(key) else program
-        return program.variants[key]
 
     def _run_backward(self, program: Program, tape: Tape, buffers: Buffers, found: Found, sums: Sums) -> None:
         lane = Lane(self.group, 0, self.slots)
@@ -410,7 +400,6 @@ class ProgramCache:
     """The programs of this device for one plan.
 
     Args:
-        executors: one per mode (True: training).
         state_devices: shared by successive plans, because layers keep their state when the plan changes.
 
     Attributes:
@@ -424,11 +413,7 @@ class ProgramCache:
     def get(
         self, training: bool, batch: int, wanted: tuple[InputGradient, ...] = (), kind: MicroBatch = "only"
     ) -> Program:
-        """Return the program for a global batch of this size.
-
-        Raises:
-            InputError: a layer with its own state would run on other devices than before.
-        """
+        """Return the program for a global batch of this size."""
         key = (training, batch, wanted, kind)
         if key not in self.programs:
             in_use, executor = self._in_use, self._executors[training]
@@ -440,12 +425,6 @@ class ProgramCache:
                 check_programs(compile_all(steps, graph))
             self.programs[key] = executor.program(steps)
         return self.programs[key]
-
-    def expect(self, seconds: Expected) -> None:
-        for executor in self._executors.values():
-            executor.expected_s = seconds
-        for program in self.programs.values():
-            program.expected_s.clear()
 
     def _check_state(self, steps: StepList, graph: Graph) -> None:
         """Raise InputError if a layer with its own state would run on devices where that state is outdated."""

@@ -89,19 +89,17 @@ class Worker:
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
 
     def _work(self) -> None:
-        while (task := self._next()) is not None:
-            task()
-            del task  # it holds a whole gradient
-
-    def _next(self) -> Callable[[], None] | None:
         while True:
             try:
-                return self._tasks.get(timeout=IDLE_S)
+                task = self._tasks.get(timeout=IDLE_S)
             except queue.Empty:
                 with self._lock:
                     self._running = not self._tasks.empty()
                     if not self._running:
-                        return None
+                        return
+                continue
+            task()
+            del task  # it holds a whole gradient
 
 
 class Sums:
@@ -111,11 +109,6 @@ class Sums:
     lane runs each sum immediately instead. Every device runs its sums in program order: a sum that is ready early waits for
     earlier ones. A started sum is completed even if backward fails, because the other devices complete it too and messages of
     the next step follow it.
-
-    Args:
-        lane: the program's sums.
-        slots: receive buffers, reused by all steps.
-        worker: the thread that runs the sums, and its stream on an accelerator.
 
     Attributes:
         shares: this device's shards of sums into sharded parameters, as buffers.
@@ -177,7 +170,7 @@ class Sums:
         if (ends := self._ends.get(step)) is not None:
             current = torch.accelerator.current_stream(self.group.torch_device)
             ends.wait(current)
-            for share in self.shares.values():
+            if (share := self.shares.get(self._sums[step].result)) is not None:  # the worker adds others meanwhile
                 share.record_stream(current)
 
     def finish(self) -> None:

@@ -149,10 +149,6 @@ def arithmetic(model: nn.Module, layer: Layer, operation: Operation) -> Arithmet
     return Arithmetic(model, layer, bind_operation(model, operation))
 
 
-def named(**gradients: Tensor | None) -> dict[str, Tensor | None]:
-    return {key: gradient for key, gradient in gradients.items() if gradient is not None}
-
-
 def detached(y: Any) -> Any:
     return tuple(detached(v) for v in y) if isinstance(y, tuple | list) else y.detach()
 

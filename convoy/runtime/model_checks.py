@@ -35,11 +35,6 @@ _GLOBAL = tuple(getattr(modules_of_torch, f"_global{kind}") for kind in KINDS)
 class ModelChecks:
     """The checks of one model before every step.
 
-    Args:
-        model: this device's module tree.
-        traced: the traced model, by mode (True: training).
-        devices: number of devices.
-
     Attributes:
         trained: parameters that require a gradient, by key.
     """
@@ -59,12 +54,22 @@ class ModelChecks:
         self._tables = {mode: _hook_tables(self._model, trace, devices) for mode, trace in traced.items()}
 
     def check(self, training: bool, whole: Mapping[str, bool]) -> None:
-        """Raise InputError if hooks or parameters have changed.
-
-        Args:
-            whole: for each parameter, whether every device holds all of it.
-        """
-        _check_hooks(self._model, *self._tables[training])
+        """Raise InputError if hooks or parameters have changed. `whole`: the parameters that every device holds whole."""
+        never, of_torch = self._tables[training]
+        for hooks in filter(None, never):
+            if not all(isinstance(hook, CallGuard) for hook in list(hooks.values())):
+                _refuse_on_module(self._model, hooks)
+        for hooks in filter(None, of_torch):
+            if not all(map(on_weights, list(hooks.values()))):
+                _refuse_on_module(self._model, hooks)
+        for kind, hooks in zip(KINDS.values(), _GLOBAL, strict=True):
+            # torch's own module tracker, which counts FLOP, changes nothing.
+            owners = [type(getattr(hook, "__self__", None)) for hook in list(hooks.values())]
+            if not all(owner.__module__.startswith("torch.") for owner in owners):
+                raise InputError(
+                    f"a {kind} was registered for all modules: a distributed model does not call its modules one by one; "
+                    "register it on the distributed model, or on single modules before distribute()"
+                )
         for holder, name, key, parameter in self._parameters:
             if holder.get(name) is not parameter:
                 raise InputError(
@@ -122,23 +127,6 @@ def _hook_tables(model: nn.Module, traced: TracedModel, devices: int) -> tuple[_
     return never, of_torch
 
 
-def _check_hooks(model: nn.Module, never: _Tables, of_torch: _Tables) -> None:
-    for hooks in filter(None, never):
-        if not all(isinstance(hook, CallGuard) for hook in list(hooks.values())):
-            _refuse_on_module(model, hooks)
-    for hooks in filter(None, of_torch):
-        if not all(map(on_weights, list(hooks.values()))):
-            _refuse_on_module(model, hooks)
-    for kind, hooks in zip(KINDS.values(), _GLOBAL, strict=True):
-        # torch's own module tracker, which counts FLOP, changes nothing.
-        owners = [type(getattr(hook, "__self__", None)) for hook in list(hooks.values())]
-        if not all(owner.__module__.startswith("torch.") for owner in owners):
-            raise InputError(
-                f"a {kind} was registered for all modules: a distributed model does not call its modules one by one; "
-                "register it on the distributed model, or on single modules before distribute()"
-            )
-
-
 def _refuse_on_module(model: nn.Module, hooks: dict[int, Any]) -> NoReturn:
     path, kind = next((p, k) for p, m in model.named_modules() for k in KINDS if getattr(m, k) is hooks)
     what = f"module {path!r} has" if path else "the model that was distributed has"
@@ -164,14 +152,10 @@ COMPARED_ENTRIES = 4  # of each parameter
 INTERVAL = 1024  # largest number of steps between two comparisons
 
 
-def check_same_start(group: Group, traced: TracedModel, plan: Plan, *, compile: bool) -> None:
-    """Raise MismatchError if the devices have different models, plans or options. Every device must call it."""
-    for what, text in (
-        ("model", traced.graph.fingerprint),
-        ("plan", plan.to_json()),
-        ("version of Convoy", __version__),
-        ("value of compile", str(compile)),
-    ):
+def check_same_start(group: Group, traced: TracedModel, plan: Plan) -> None:
+    """Raise MismatchError if the devices have different models, plans or versions. Every device must call it."""
+    texts = {"model": traced.graph.fingerprint, "plan": plan.to_json(), "version of Convoy": __version__}
+    for what, text in texts.items():
         agree_on(group, f"distribute:{what}", text, f"started with another {what}")
     agree_on_modes(group)
 
@@ -192,12 +176,8 @@ class Comparisons:
         if not due and key in self.done:
             return False
         self.done.add(key)
-        agree_on(
-            group,
-            "call of the model",
-            steps.micro_batch,
-            "has another state of no_sync(), or is at another micro-batch of the step,",
-        )
+        differs = "has another state of no_sync(), or is at another micro-batch of the step,"
+        agree_on(group, "call of the model", steps.micro_batch, differs)
         everyone = everywhere(group.devices)
         rows = zip(inputs.tensors, steps.inputs, inputs.wholes, strict=True)
         if replicated := [x for x, value, whole in rows if whole or value.layout == everyone]:

@@ -23,7 +23,7 @@ from convoy.plan.steps import StepList, Value
 from convoy.runtime import shards
 from convoy.runtime.batches import StepInputs, local_inputs, read_inputs, returned_outputs, rows_of
 from convoy.runtime.clock import Clock
-from convoy.runtime.compiled import Compiler
+from convoy.runtime.cuda_graphs import CudaGraphs, can_capture
 from convoy.runtime.executor import Executor, Expected, ProgramCache, StateDevices
 from convoy.runtime.gradients import global_norm
 from convoy.runtime.model_checks import Comparisons, ModelChecks, check_copies, check_same_start
@@ -48,8 +48,7 @@ class Distributed(nn.Module):
             device 0 too, call `load_state_dict` before the first step.
         example: one batch of each input, for the shapes.
         slowdown: emulate a device that is slower by this factor.
-        fuse: run autograd on all layers between two exchanges as one graph; False: on each layer by itself.
-        compile: run layers through torch.compile (see `convoy.runtime.compiled`); equal up to rounding.
+        cuda_graphs: on CUDA devices, replay layers as CUDA graphs (see `convoy.runtime.cuda_graphs`).
         takes_over: use the model's own modules, and its own parameters if every device has them whole. Shards replace the
             other parameters, which then raise on use. False: work on a copy.
 
@@ -76,8 +75,7 @@ class Distributed(nn.Module):
         example: Tensor | Sequence[Tensor],
         *,
         slowdown: float = 1.0,
-        fuse: bool = True,
-        compile: bool = False,
+        cuda_graphs: bool = False,
         takes_over: bool = False,
     ) -> None:
         super().__init__()
@@ -85,7 +83,7 @@ class Distributed(nn.Module):
         shards.check_not_distributed(model)
         trained = trace(model, example, training=True)
         self.traced = {True: trained, False: trace(model, example, training=False, like=trained)}
-        check_same_start(group, trained, plan, compile=compile)
+        check_same_start(group, trained, plan)
         plan.check(trained.graph, group.devices)
         self.group, self.clock = group, Clock(group.torch_device, slowdown)
         self.parameters_by_key = parameters_of(model, self.traced)
@@ -96,16 +94,15 @@ class Distributed(nn.Module):
         self.weights = Weights(group, self.module, self.parameters_by_key, self._in_use)
         self.calls = shards.CallGuard()
         self.weights.cut(model)
-        self._fuse = fuse
-        self.compiler = Compiler(group) if compile else None
+        self.cuda_graphs = CudaGraphs() if cuda_graphs and can_capture(group.torch_device) else None
         self._bind()
         self.precision: torch.dtype | None = None
         self._announced: list[int] = []  # shared with deep copies
-        self.takes_whole = False
         self.finished_steps, self.repeats = 0, 0
         self.guard: Callable[[Any], Any] | None = None
-        self.stale = False
+        self.takes_whole = self.stale = False
         self.training = model.training
+        self._is_made = True
         if not takes_over:
             for parameter in model.parameters():
                 setattr(parameter, shards.ORIGINAL, True)
@@ -225,8 +222,6 @@ class Distributed(nn.Module):
         self._state_devices = {}
         self._set_plan(plan)
         self.weights.in_use = self._in_use
-        if self.compiler is not None:
-            self.compiler = Compiler(self.group)
         self._make_ready()
         for mode, executor in self._executors.items():
             executor.expected_s = expected[mode]
@@ -255,11 +250,12 @@ class Distributed(nn.Module):
         shapes = {key: p.shape for key, p in self.parameters_by_key.items()}
         self._gathered = GatheredParameters(self.module, shapes, self.calls)
         self._executors = {
-            mode: Executor(self.group, self.module, t, self.clock, fuse=self._fuse, gathered=self._gathered)
-            for mode, t in self.traced.items()
+            mode: Executor(self.group, self.module, t, self.clock, self._gathered) for mode, t in self.traced.items()
         }
+        if self.cuda_graphs is not None:
+            self.cuda_graphs.captured = 0
         for executor in self._executors.values():
-            executor.compiler = self.compiler
+            executor.graphs = self.cuda_graphs
         self._programs = ProgramCache(self._in_use, self._executors, self._state_devices)
         self._accumulation = Accumulation()
         self._comparisons = Comparisons(self.group)
@@ -273,22 +269,19 @@ class Distributed(nn.Module):
         made._modules = {"module": copied(self.module, {id(self.calls): self.calls})}
         made.weights = Weights(self.group, made.module, self.parameters_by_key, self._in_use)
         made.weights.to_come = set(self.weights.to_come)
+        made.cuda_graphs = copy.copy(self.cuda_graphs)
         made._bind()
         return made
 
     # --- parameters and buffers: local shards ------------------------------------------------------------------------
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the local shards of parameters under their names in the model."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+        return self.module.named_parameters(*args, **kwargs)
 
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Return the local shards of buffers under their names in the model."""
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+        return self.module.named_buffers(*args, **kwargs)
 
     def state_dict(self, *_args: Any, **_kwargs: Any) -> Any:
         """Raise InputError: local shards are not the model, see `full_state_dict`."""
@@ -298,13 +291,7 @@ class Distributed(nn.Module):
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load the local shards of whole weights. Every device must call it, with the same weights.
-
-        Args:
-            state_dict: of the model before `distribute`, under its ordinary keys.
-            strict: refuse missing and unknown keys; False: return them, as torch does.
-            assign: refused.
-        """
+        """Load the local shards of whole weights, under their ordinary keys. Every device gives the same weights."""
         if assign:
             raise InputError("load_state_dict(assign=True): shards are copied: leave assign out")
         loaded = self.weights.load(state_dict, strict=strict)
@@ -348,10 +335,7 @@ class Distributed(nn.Module):
         shards.accept_gradients(self.parameters())
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over all devices is at most `max_norm`. Return the previous norm.
-
-        `torch.nn.utils.clip_grad_norm_` would see only the local shards. Every device must call it.
-        """
+        """Scale all gradients; see `convoy.train.clip_grad_norm_`."""
         known = self.parameters_by_key
         rows = [(key, self.module.get_parameter(key)) for key, p in known.items() if p.trainable]
         parameters = [p for _, p in rows]
@@ -379,11 +363,11 @@ class Distributed(nn.Module):
         raise InputError("DataParallel around a distributed model, which uses all devices itself: remove DataParallel")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        inner = self.__dict__.get("_modules", {}).get("module")
-        if inner is not None and name not in self.__dict__ and not hasattr(type(self), name):
-            if hasattr(inner, name):
+        # During __init__ a model's attribute may have the name of one of this class.
+        if "_is_made" in self.__dict__ and name not in self.__dict__ and not hasattr(type(self), name):
+            if hasattr(self.module, name):
                 # The model's forward reads the attribute there; if tracing has read it, the next step is refused.
-                setattr(inner, name, value)
+                setattr(self.module, name, value)
                 return
             if isinstance(value, nn.Module | nn.Parameter):
                 raise InputError(
@@ -421,7 +405,10 @@ class Distributed(nn.Module):
         self._announced[:] = [] if batch is None else [batch]
 
     def expect(self, seconds: Expected) -> None:
-        self._programs.expect(seconds)
+        for executor in self._executors.values():
+            executor.expected_s = seconds
+        for program in self._programs.programs.values():
+            program.expected_s.clear()
 
 
 def not_distributed(who: str, model: object) -> InputError:

@@ -54,16 +54,12 @@ class BoundFused:
 class Program:
     """A device program prepared for the executor.
 
-    Args:
-        steps: the step list that it was compiled from.
-        reached: parameters whose gradient backward computes on any device.
-
     Attributes:
+        reached: parameters whose gradient backward computes on any device.
         gathered: sharded parameters that this device gathers whole, in this micro-batch or an earlier one.
         freed: gathered parameters that are freed after use.
         into_shares: parameters whose gradients are reduce-scattered.
         waiting: parameters that every device uses, and whose gradients are summed in a later micro-batch.
-        random: the devices that draw random numbers.
         owned_outputs: for each output, whether the model no longer needs its memory.
     """
 
@@ -93,7 +89,7 @@ class Program:
             op.number: _bound(op, graph, model, self.gathered) for op in program.forward if isinstance(op, ops.Fused)
         }
         self.expected_s: dict[tuple[int, str], dict[str, float]] = {}  # by segment and phase
-        self.compiled: dict[tuple[torch.dtype | None, bool], Any] = {}  # see `convoy.runtime.compiled`
+        self.regions: dict[tuple[torch.dtype | None, bool], Any] = {}  # see `convoy.runtime.cuda_graphs`
         self.variants: dict[tuple[frozenset[int], frozenset[str]], Program] = {}
 
 
@@ -104,12 +100,6 @@ def _is_owned(graph: Graph, name: str, readers: int) -> bool:
         return False
     makes = layer.kind in ("conv", "linear", "batch_norm", "join", "cat")
     return makes or all(_is_owned(graph, source, 1) for source in layer.inputs)
-
-
-def reached_parameters(steps: StepList, graph: Graph) -> tuple[str, ...]:
-    """Return the parameters whose gradient backward computes on any device."""
-    computed = [s for s in steps.phase("backward") if isinstance(s, ComputeStep) and s.part != "input"]
-    return tuple(dict.fromkeys(p.key for step in computed for p in graph[step.layer].trainable))
 
 
 def _layer_of(step: Any) -> str:

@@ -296,22 +296,14 @@ def guard_state(optimizer: Optimizer) -> None:
     """Refuse `state_dict` and `load_state_dict` of an optimizer while it works on shards."""
     if optimizer not in _with_guarded_state:
         _with_guarded_state.add(optimizer)
-        optimizer.register_state_dict_pre_hook(_refuse_to_save)
-        optimizer.register_load_state_dict_pre_hook(_refuse_to_load)
+        optimizer.register_state_dict_pre_hook(_refuse_state)
+        optimizer.register_load_state_dict_pre_hook(_refuse_state)
 
 
-def _refuse_to_save(optimizer: Optimizer) -> None:
+def _refuse_state(optimizer: Optimizer, *_: Any) -> None:
     if any(map(is_shard, works_on(optimizer))):
         raise InputError(
             f"{type(optimizer).__name__}.state_dict() would hold the state of local shards only: save model and optimizer with "
-            "convoy.save_checkpoint(folder, model, optimizer) on every device; settings are in optimizer.param_groups"
-        )
-
-
-def _refuse_to_load(optimizer: Optimizer, _state: dict[str, Any]) -> None:
-    if any(map(is_shard, works_on(optimizer))):
-        raise InputError(
-            f"{type(optimizer).__name__}.load_state_dict() after the model was distributed, while this device has only shards "
-            "of the parameters: load it before convoy.prepare, which shards it like the parameters, or use "
-            "convoy.Checkpointer"
+            "convoy.save_checkpoint(folder, model, optimizer) on every device; for load_state_dict(), load it before "
+            "convoy.prepare, which shards it like the parameters, or use convoy.Checkpointer"
         )

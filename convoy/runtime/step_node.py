@@ -52,11 +52,8 @@ class Accumulation:
     def begin(self, parameters: Mapping[str, nn.Parameter], reached: Iterable[str], *, sums: bool) -> Found:
         """Take the unsummed gradients of earlier micro-batches out of `.grad` and return them.
 
-        Backward adds them to the new gradients. If `sums`, it sums the result over the devices.
-
-        Args:
-            parameters: parameters that require a gradient, by key.
-            reached: keys of parameters that get a gradient in this backward.
+        Backward adds them to the new gradients. If `sums`, it sums the result over the devices. `reached` are the keys of
+        parameters that get a gradient in this backward.
         """
         task = torch._C._current_graph_task_id()
         if self._backward == (task, not sums):
@@ -98,8 +95,6 @@ class StepCall:
 
     Attributes:
         parts: local batch of each input; cleared after forward.
-        parameters: the parameters that require a gradient, by key.
-        begin_backward: checks the outputs' gradients.
         gradients: gradients of the parameters, from the backward of `_Step` to that of `_Parameters`.
         left: unsummed gradients of earlier micro-batches.
     """
@@ -202,9 +197,8 @@ class _Step(torch.autograd.Function):
         return None, weights, *(g if g is not None else e for g, e in zip(inputs or ctx.empty, ctx.empty, strict=True))
 
 
-def _at_end(work: Callable[[], None]) -> None:
-    """Run `work` when autograd has finished the current backward."""
-    torch.autograd.Variable._execution_engine.queue_callback(work)
+_at_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+"""Run a function when autograd has finished the current backward."""
 
 
 _Held = Sequence[tuple[nn.Parameter, str, Any]]

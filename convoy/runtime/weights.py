@@ -36,7 +36,6 @@ class PlanInUse:
 
     Attributes:
         plans: the plan to lower, by mode (True: training).
-        layouts: layout of each parameter and buffer.
         borrowed: parameters that evaluation needs on other devices than training, and their layout there.
         half_trained: a borrowed parameter that requires a gradient: backward in evaluation mode would be wrong.
         whole: for each parameter and buffer, whether every device holds all of it.
@@ -81,11 +80,6 @@ def plan_in_use(
 
 class Weights:
     """The parameters and buffers of one device. Methods that take or return whole tensors are collective.
-
-    Args:
-        module: holds the local shards.
-        known: all parameters and buffers, by key in `state_dict`.
-        in_use: the plan and layouts in use.
 
     Attributes:
         to_come: keys without values yet, because the model was built on the meta device.
@@ -141,7 +135,10 @@ class Weights:
             if not self.known[key].buffer:
                 shard = nn.Parameter(shard, requires_grad=old.requires_grad)
                 carry_over(shard, old)
-            _replace(self.module, self.own(key), shard)
+            own = self.own(key)
+            for table in (table for m in self.module.modules() for table in (m._parameters, m._buffers)):
+                for name in [name for name, tensor in table.items() if tensor is own]:  # tied weights stay tied
+                    table[name] = shard  # type: ignore[assignment]
             if original is self.module:
                 shards.retire(old, key)
         shards.guard_state_dicts(self.module)
@@ -256,14 +253,6 @@ def _tensor(root: nn.Module, key: str) -> Tensor:
     return tensor
 
 
-def _replace(root: nn.Module, old: Tensor, new: Tensor) -> None:
-    """Replace `old` by `new` everywhere, so that tied weights stay tied."""
-    for module in root.modules():
-        for table in (module._parameters, module._buffers):
-            for name in [name for name, tensor in table.items() if tensor is old]:
-                table[name] = new  # type: ignore[assignment]
-
-
 def _canonical(root: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     rows = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
@@ -276,16 +265,10 @@ _library = functools.cache(ctypes.CDLL)
 
 
 class GatheredParameters:
-    """Memory for whole parameters, filled from the shards of all devices.
+    """Memory for whole parameters, filled from the shards of all devices. During a step they are the model's parameters."""
 
-    Args:
-        model: holds the local shards, or the whole parameters during a step.
-        shapes: shapes of the whole parameters, by key.
-        calls: a guard that allows calls of the model's modules only during a step.
-    """
-
-    def __init__(self, model: nn.Module, shapes: Mapping[str, Shape], calls: shards.CallGuard | None = None) -> None:
-        self._model, self._shapes, self._calls = model, shapes, calls or shards.CallGuard()
+    def __init__(self, model: nn.Module, shapes: Mapping[str, Shape], calls: shards.CallGuard) -> None:
+        self._model, self._shapes, self._calls = model, shapes, calls
         self._whole: dict[str, nn.Parameter] = {}
         self._shards: dict[str, nn.Parameter] = {}  # replaced in the model by whole parameters
 

@@ -177,14 +177,12 @@ class Rate:
     Attributes:
         flop_per_s: peak FLOP/s.
         bytes_per_s: memory bandwidth.
-        efficiency: the fraction of the peak that dense kernels reach; 1 is the pure roofline.
         conv_flop_per_s: peak FLOP/s of convolutions, if different (tensor cores).
         call_s: seconds of each call of a layer, for launching kernels, whatever its size.
     """
 
     flop_per_s: float
     bytes_per_s: float
-    efficiency: float = 1.0
     conv_flop_per_s: float | None = None
     call_s: float = 0.0
 
@@ -208,13 +206,16 @@ class Roofline:
     def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize, part: Part = "all") -> float:
         if size.samples == 0:
             return 0.0
-        rate = self.rates[device]
-        products = 2 if phase == "backward" and part == "all" else 1
-        moved = bytes_moved(layer, size, self.itemsize) * products
+        rate, (outputs, inputs) = self.rates[device], layer.extents
+        products, written = 2 if phase == "backward" and part == "all" else 1, size.outputs / outputs
+        # A weighted layer reads all channels for any number of filters; other layers read only the channels they write.
+        read = layer.input_entries * (size.inputs / inputs if layer.weighted and layer.groups == 1 else written)
+        weights = layer.entries * written * (size.inputs / inputs)
+        moved = (size.samples * (math.prod(layer.shape) * written + read) + weights) * self.itemsize * products
         if size.shares_statistics:
             moved = SHARED_PASSES[phase] * size.samples * math.prod(layer.shape) * self.itemsize
         peak = rate.conv_flop_per_s if layer.kind == "conv" and rate.conv_flop_per_s is not None else rate.flop_per_s
-        return max(flop(layer, size) * products / (peak * rate.efficiency), moved / rate.bytes_per_s) + rate.call_s
+        return max(flop(layer, size) * products / peak, moved / rate.bytes_per_s) + rate.call_s
 
     def alike(self, device: int) -> int:
         return self.rates.index(self.rates[device])
@@ -252,14 +253,3 @@ _PROCESSOR = Rate(flop_per_s=10.0, bytes_per_s=1.0)
 def shape_s(layer: Layer, size: LocalSize) -> float:
     """Return roofline seconds of a size, to compare with other sizes only."""
     return Roofline((_PROCESSOR,)).seconds(0, layer, "forward", size)
-
-
-def bytes_moved(layer: Layer, size: LocalSize, itemsize: int) -> float:
-    """Return the memory traffic of one call, each tensor once: inputs, output, weights."""
-    outputs, inputs = layer.extents
-    part = size.outputs / outputs
-    output = math.prod(layer.shape) * part
-    # A weighted layer reads all channels for any number of filters; other layers read only the channels they write.
-    read = layer.input_entries * (size.inputs / inputs if layer.weighted and layer.groups == 1 else part)
-    weights = layer.entries * part * (size.inputs / inputs)
-    return (size.samples * (output + read) + weights) * itemsize

@@ -224,11 +224,23 @@ def described_costs(fleet: Fleet, *, optimizer: str = "sgd-momentum", itemsize: 
     handling_s = HANDLING_S_PER_BYTE + (ENCRYPTION_S_PER_BYTE if len(fleet.hosts) > 1 else 0.0)
     rates, overheads, traffic_s = [], [], []
     for device in fleet.devices:
-        # Slowdown relative to one whole core.
-        slower = device.slowdown / (min(1.0, device.cores or 1.0) if device.kind == "cpu" else 1.0)
-        rates.append(_rate(device, slower))
-        overheads.append(_overheads(device, slower, rates[-1]))
-        traffic_s.append(handling_s * slower + (0.0 if device.kind == "cpu" else STAGING_S_PER_BYTE))
+        is_cpu = device.kind == "cpu"
+        slower = device.slowdown / (min(1.0, device.cores or 1.0) if is_cpu else 1.0)  # relative to one whole core
+        rate = _rate(device, slower)
+        own = Overheads(*(getattr(_OF_A_CORE, name) * slower for name in Overheads.__slots__))
+        if not is_cpu:
+            # A GPU copies within its memory, and caches freed memory. Cross-entropy moves six tensors of the outputs' size.
+            byte_s = 1 / rate.bytes_per_s
+            own = replace(
+                own,
+                copy_s_per_byte=2 * byte_s,
+                add_s_per_byte=3 * byte_s,
+                fresh_s_per_byte=0.0,
+                loss_s_per_byte=6 * byte_s,
+            )
+        rates.append(rate)
+        overheads.append(own)
+        traffic_s.append(handling_s * slower + (0.0 if is_cpu else STAGING_S_PER_BYTE))
     # Reduce NIC rates to those that messages reach. Links in a file were measured, so they stay.
     segments = tuple(replace(each, uplink=_reached_rates(each.uplink)) for each in fleet.segments)
     wire = replace(fleet, network=fleet.network and _reached_rates(fleet.network), segments=segments)
@@ -257,17 +269,6 @@ def _rate(device: Device, slower: float) -> Rate:
         bytes_per_s=device.memory_bytes_per_s * reached.memory / device.slowdown,
         conv_flop_per_s=peak * tensor_cores,
         call_s=reached.call_s * slower,
-    )
-
-
-def _overheads(device: Device, slower: float, rate: Rate) -> Overheads:
-    found = Overheads(*(getattr(_OF_A_CORE, name) * slower for name in Overheads.__slots__))
-    if device.kind == "cpu":
-        return found
-    # A GPU copies within its memory, and caches freed memory. Cross-entropy reads or writes six tensors of the outputs' size.
-    byte_s = 1 / rate.bytes_per_s
-    return replace(
-        found, copy_s_per_byte=2 * byte_s, add_s_per_byte=3 * byte_s, fresh_s_per_byte=0.0, loss_s_per_byte=6 * byte_s
     )
 
 

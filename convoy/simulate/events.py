@@ -10,7 +10,7 @@ the device's processor. A device enters an exchange late, by its jitter, unless 
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -59,11 +59,6 @@ class Timeline:
     compute_s: tuple[float, ...]
     exchange_s: tuple[float, ...]
 
-    @property
-    def busiest(self) -> int:
-        """The device that computes longest."""
-        return self.compute_s.index(max(self.compute_s))
-
 
 # --- items of a lane -------------------------------------------------------------------------------------------------
 
@@ -77,8 +72,7 @@ Pair = tuple[int, int]
 """Sender and receiver."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """A computation that occupies the lane for `seconds`, or longer if the processor is shared.
 
     Attributes:
@@ -91,8 +85,7 @@ class Work:
     host_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
+class Begin(NamedTuple):
     """The start of a device's messages of one round, with their bytes. The lane continues."""
 
     step: int
@@ -101,8 +94,7 @@ class Begin:
     bytes_: Mapping[Route, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Await:
+class Await(NamedTuple):
     """A wait of the lane until all these conditions hold on its device."""
 
     step: int
@@ -110,8 +102,7 @@ class Await:
     keys: frozenset[Key]
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """A signal that makes a condition true on its device."""
 
     key: Key
@@ -171,6 +162,7 @@ class _Play:
         self.connected: set[Pair] = set()  # pairs of the flowing messages
         self.queued: dict[Pair, deque[Route]] = {}  # messages that wait for an earlier one of the same pair
         self.rate: dict[Route, float] = {}
+        # (messages, computing devices) -> bytes/s of each message, the fraction of each processor that they use
         self.shared: dict[tuple[tuple[Pair, ...], frozenset[int]], tuple[list[float], list[float]]] = {}
         self.works: dict[tuple[int, int], float] = {}  # (device, lane) -> seconds left of its row of computations
         self.speed: dict[tuple[int, int], float] = {}
@@ -215,27 +207,21 @@ class _Play:
 
     def _share(self) -> None:
         """Set the rates of messages and speeds of computations, which are valid until one of them begins or ends."""
+        pairs, busy = tuple([route[2:] for route in self.flowing]), frozenset([device for device, _ in self.works])
         # Most exchanges of a step involve the same devices, so cache the rates of each set of messages.
-        key = (tuple([route[2:] for route in self.flowing]), frozenset([device for device, _ in self.works]))
-        if key not in self.shared:
-            self.shared[key] = self._shares(*key)
-        each, use = self.shared[key]
+        if (pairs, busy) not in self.shared:
+            cost, use = self.network.processor_s_per_byte, [0.0] * len(self.lanes)
+            room = [SHARE if device in busy else 1.0 for device in range(len(self.lanes))]
+            each: list[float] = rates(self.network, pairs, room).tolist() if pairs else []
+            for pair, rate in zip(pairs, each, strict=True):
+                for device in pair:
+                    use[device] += cost[device] * rate if cost[device] else 0.0
+            self.shared[pairs, busy] = each, use
+        each, use = self.shared[pairs, busy]
         self.rate = dict(zip(self.flowing, each, strict=True))
         for device, lane in self.works:
             at_once = 2 if (device, MAIN + SUMS - lane) in self.works else 1
             self.speed[device, lane] = (1.0 - use[device]) / at_once
-
-    def _shares(self, pairs: Sequence[Pair], busy: Collection[int]) -> tuple[list[float], list[float]]:
-        """Return bytes/s of each message, and the fraction of each device's processor that messages use."""
-        cost, use = self.network.processor_s_per_byte, [0.0] * len(self.lanes)
-        if not pairs:
-            return [], use
-        room = [SHARE if device in busy else 1.0 for device in range(len(self.lanes))]
-        each: list[float] = rates(self.network, pairs, room).tolist()
-        for pair, rate in zip(pairs, each, strict=True):
-            for device in pair:
-                use[device] += cost[device] * rate if cost[device] else 0.0
-        return each, use
 
     def _advance(self, time_s: float) -> None:
         passed_s = time_s - self.now

@@ -13,17 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Basis = Literal["measured", "rates", "described"]
-"""The source of a prediction: measured times of this model's layers, the speeds that the devices reached with another model,
-or the devices' peak rates."""
+Basis = Literal["measured", "described"]
+"""The source of a prediction: measured times of the model's layers, or the devices' peak rates."""
 
 OF_REPEATS = 0.35
 """In nine of ten cases, the mean of five repetitions errs by less than this fraction of (slowest - fastest). For normal values
 that range is 2.33 standard deviations, the error of the mean without extremes is 0.49, and nine of ten are within 1.645 times
 that."""
-
-OTHER_NET = 1.59
-"""The factor for devices that were measured with another model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +46,6 @@ class SimulationErrors(NamedTuple):
 SIMULATION: Mapping[Basis | None, SimulationErrors] = {
     None: SimulationErrors(),
     "measured": SimulationErrors(alone=1.26, step=1.2, gain=1.2),
-    "rates": SimulationErrors(step=1.17, gain=1.32),
     "described": SimulationErrors(step=1.17, gain=1.32),
 }
 """The smallest factors for which nine of ten measurements lie in the interval (`python -m lab.calibrate`). `alone` is 1 for

@@ -9,23 +9,20 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from convoy.errors import PlanError, unknown_name
 from convoy.fleet import Fleet
 from convoy.layout.comm_dtype import narrow_itemsize
-from convoy.layout.layout import dual, held_entries, holds
-from convoy.model.graph import Graph
+from convoy.layout.layout import Layout, dual, held_entries, holds
+from convoy.model.graph import Graph, Parameter
 from convoy.plan import device_program as ops
 from convoy.plan.compile import compile_all
 from convoy.plan.device_program import DeviceProgram
-from convoy.plan.lower import lower
-from convoy.plan.plan import Plan
 from convoy.plan.steps import ComputeStep, GatherStatistics, GatherWeights, Move, ReturnGradient, StepList
 
 
-@dataclass(frozen=True, slots=True)
-class Optimizer:
+class Optimizer(NamedTuple):
     """The memory and traffic of an optimizer, in numbers per trainable entry."""
 
     state: int  # numbers kept from step to step, excluding weight and gradient
@@ -149,17 +146,12 @@ def fewest_micro_batches(batch: int, fits: Callable[[int], bool]) -> int | None:
 def micro_batch_words(graph: Graph, count: int) -> str:
     """Describe a step of `count` micro-batches, and name the layers that would then compute different numbers."""
     text = f"{count} micro-batches (--accumulate {count}; in Python, model.no_sync())"
-    if others := sees_batch(graph):
+    rows = graph.layers.values()
+    if others := [e.name for e in rows if e.batched and (e.statistics or not e.per_sample)]:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         kind = "batch norm" if graph[others[0]].statistics else "layer"
         text += f", with different numbers, since {kind} {others[0]!r}{more} would see only its own micro-batch"
     return text
-
-
-def sees_batch(graph: Graph) -> tuple[str, ...]:
-    """Return the layers that depend on the whole batch: batch norms, and values for all pairs of samples."""
-    rows = graph.layers.values()
-    return tuple(e.name for e in rows if e.batched and (e.statistics or e.batch_axes or not e.per_sample))
 
 
 def _mb(size: float) -> str:
@@ -167,25 +159,14 @@ def _mb(size: float) -> str:
 
 
 def memory_of(
-    plan: Plan, graph: Graph, batch: int | None = None, *, optimizer: str = "sgd-momentum", itemsize: int = 4
-) -> tuple[DeviceMemory, ...]:
-    """Return the memory that `plan` needs on each device, for a global batch of `batch` samples (default: the plan's).
-
-    Raises:
-        InputError: the optimizer is unknown.
-        PlanError: the plan does not match the graph.
-    """
-    return memory_of_steps(lower(plan, graph, batch), graph, optimizer=optimizer, itemsize=itemsize)
-
-
-def memory_of_steps(
     steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4
 ) -> tuple[DeviceMemory, ...]:
     """Return the memory that a step needs on each device; of several micro-batches, the last one needs most."""
-    state = optimizer_named(optimizer).state
+    state, parameters = optimizer_named(optimizer).state, parameters_of(steps, graph)
     rows = []
     for device, program in enumerate(compile_all(steps, graph)):
-        kept, trained = parameter_entries(steps, graph, device)
+        kept = sum(held_entries(layout, device, p.shape) for p, layout in parameters)
+        trained = sum(held_entries(layout, device, p.shape) for p, layout in parameters if p.trainable)
         whole, gradients = _gathered_entries(program)
         rows.append(
             DeviceMemory(
@@ -205,14 +186,14 @@ def most_bytes(steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum"
     Assume that every value is saved in separate memory, and that all summands of the largest exchange arrive at once, plus
     one tensor for the sum and one for the sent numbers.
     """
-    numbers = 2 + optimizer_named(optimizer).state
+    numbers, parameters = 2 + optimizer_named(optimizer).state, parameters_of(steps, graph)
     values = {v.key: v for s in steps.phase("forward") if isinstance(s, ComputeStep) for v in (*s.reads, s.writes)}
     exchanges = [step for step in steps.steps if not isinstance(step, ComputeStep)]
     shapes = (step.reads.shape if isinstance(step, Move | ReturnGradient) else step.shape for step in exchanges)
     most = max(map(math.prod, shapes), default=0) * (steps.devices + 3)
     result = []
     for device in range(steps.devices):
-        kept, _ = parameter_entries(steps, graph, device)
+        kept = sum(held_entries(layout, device, p.shape) for p, layout in parameters)
         held = sum(held_entries(v.layout, device, v.shape) for v in values.values())
         gathers = (s for s in steps.phase("forward") if isinstance(s, GatherWeights) and device in s.members)
         whole = sum(sum(step.shape) for step in gathers)
@@ -220,20 +201,11 @@ def most_bytes(steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum"
     return tuple(result)
 
 
-def parameter_entries(steps: StepList, graph: Graph, device: int) -> tuple[int, int]:
-    """Return the number of entries of all parameters and buffers on a device, and of the trainable ones."""
-    kept: dict[str, int] = {}
-    trained: dict[str, int] = {}
-    for step in steps.phase("forward"):
-        if isinstance(step, ComputeStep):
-            layer = graph[step.layer]
-            for key, layout in step.parameters.items():
-                parameter = layer.parameters[key]
-                # Two layers may share a parameter, which counts once by its key.
-                kept[parameter.key] = held_entries(layout, device, parameter.shape)
-                if parameter.trainable:
-                    trained[parameter.key] = kept[parameter.key]
-    return sum(kept.values()), sum(trained.values())
+def parameters_of(steps: StepList, graph: Graph) -> list[tuple[Parameter, Layout]]:
+    """Return each parameter and buffer of the model once, with the layout in which it is kept."""
+    computes = (step for step in steps.phase("forward") if isinstance(step, ComputeStep))
+    rows = ((graph[c.layer].parameters[name], layout) for c in computes for name, layout in c.parameters.items())
+    return list({parameter.key: (parameter, layout) for parameter, layout in rows}.values())
 
 
 def _gathered_entries(program: DeviceProgram) -> tuple[int, int]:
@@ -268,33 +240,22 @@ def _activations(program: DeviceProgram, steps: StepList, graph: Graph) -> int:
     """
     back = {step.layer for step in steps.phase("backward") if isinstance(step, ComputeStep)}
     shared = (step for step in steps.phase("forward") if isinstance(step, GatherStatistics))
-    spread = {name for step in shared for name in step.layers}
-    device, source = program.device, _views(program, steps, graph)
+    spread, device = {name for step in shared for name in step.layers}, program.device
+    moved = {op.buffer: op.of.buffer for op in program.forward if isinstance(op, ops.View) and op.of.box is None}
+    source: dict[str, str] = {}  # a value that shares memory with another one on this device -> that one
     kept: dict[str, int] = {}
     for step in steps.phase("forward"):
+        if isinstance(step, ComputeStep | Move):
+            of = moved.get(step.writes.key)
+            if isinstance(step, ComputeStep) and graph[step.layer].kind == "flatten":
+                of = step.reads[0].key
+            if of is not None:
+                source[step.writes.key] = source.get(of, of)
         if isinstance(step, ComputeStep) and step.layer in back and holds(step.writes.layout, device):
             inputs_only = graph[step.layer].weighted or step.layer in spread
             for value in step.reads if inputs_only else (*step.reads, step.writes):
                 kept[source.get(value.key, value.key)] = held_entries(value.layout, device, value.shape)
     return sum(kept.values())
-
-
-def _views(program: DeviceProgram, steps: StepList, graph: Graph) -> dict[str, str]:
-    """Map each value that shares memory with another one on this device (flattened, or moved without a copy) to that one."""
-    flattened = {
-        step.writes.key: step.reads[0].key
-        for step in steps.phase("forward")
-        if isinstance(step, ComputeStep) and graph[step.layer].kind == "flatten"
-    }
-    moved = {op.buffer: op.of.buffer for op in program.forward if isinstance(op, ops.View) and op.of.box is None}
-    source: dict[str, str] = {}
-    for step in steps.phase("forward"):
-        if isinstance(step, ComputeStep | Move):
-            key = step.writes.key
-            of = flattened.get(key) or moved.get(key)
-            if of is not None:
-                source[key] = source.get(of, of)
-    return source
 
 
 def exchange_bytes(program: DeviceProgram, steps: StepList, itemsize: int = 4) -> dict[int, int]:

@@ -1,7 +1,8 @@
 """Describes a fleet's network, and computes the rates of simultaneous messages that share it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ SHARE = 0.5
 """The most of a processor that messages get while it also computes: two runnable threads take turns."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, because a property is cached
 class Network:
     """Rates and latencies between the devices of a fleet.
 
@@ -27,7 +28,6 @@ class Network:
             `convoy.measure.overhead_probe`.
         segment: index of each host's network segment, -1 without one; empty if the fleet has no segments.
         uplink_send_bytes_per_s, uplink_receive_bytes_per_s: rates of each segment's uplink, shared by all its messages.
-        largest_latency_s: the largest latency between two devices.
     """
 
     host: tuple[int, ...]
@@ -41,16 +41,11 @@ class Network:
     segment: tuple[int, ...] = ()
     uplink_send_bytes_per_s: tuple[float, ...] = ()
     uplink_receive_bytes_per_s: tuple[float, ...] = ()
-    largest_latency_s: float = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        # Computed once: a thousand devices have a million pairs.
-        rows = (max((*row[:i], *row[i + 1 :]), default=0.0) for i, row in enumerate(self.latency_s))
-        object.__setattr__(self, "largest_latency_s", max(rows, default=0.0))
-
-    @property
-    def devices(self) -> int:
-        return len(self.host)
+    @cached_property
+    def largest_latency_s(self) -> float:
+        """The largest latency between two devices, computed once because a thousand devices have a million pairs."""
+        return max((max((*row[:i], *row[i + 1 :]), default=0.0) for i, row in enumerate(self.latency_s)), default=0.0)
 
 
 def network_of(

@@ -7,7 +7,6 @@ A computation takes the seconds of its size. Operations around messages take the
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from convoy.layout.comm_dtype import narrow_itemsize
 from convoy.layout.layout import Layout, held_entries, holds
@@ -19,6 +18,7 @@ from convoy.plan.steps import ComputeStep, Phase, StepList
 from convoy.simulate.compute import ComputeTimes
 from convoy.simulate.costs import NOTHING, Costs, Handling, handling_of
 from convoy.simulate.events import HELD_BYTES, Await, Begin, Item, Key, Mark, Program, Route, Timeline, Work, play
+from convoy.simulate.memory import parameters_of
 
 _WAITS = (ops.WaitRound, ops.TakeSum, ops.WaitSum, ops.FinishSums)
 _UNHANDLED = (ops.Compute, ops.Fused, ops.ExchangeRound, ops.BeginSum, ops.EndSum, *_WAITS)
@@ -44,20 +44,8 @@ def simulate(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = Tru
 def programs(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = True) -> list[Program]:
     """Return the simulator's program for every device; `overlap` as in `simulate`."""
     labels = {step.id: f"{type(step).__name__} {step.id}" for step in steps.steps}
-    trained = {
-        parameter.key: (step.parameters[key], parameter)
-        for step in steps.phase("forward")
-        if isinstance(step, ComputeStep)
-        for key, parameter in graph[step.layer].parameters.items()
-        if parameter.trainable
-    }
-    kept = list(trained.values())
+    kept = [(layout, parameter) for parameter, layout in parameters_of(steps, graph) if parameter.trainable]
     return [_Pricer(p, steps, graph, costs, labels).program(kept) for p in compile_all(steps, graph, overlap=overlap)]
-
-
-def computing_s(steps: StepList, graph: Graph, costs: Costs) -> list[float]:
-    """Return the seconds of each device's layers, a lower limit of the step."""
-    return [sum(row.values()) for row in seconds_by_phase(steps, graph, costs.times)]
 
 
 def layers_s(steps: StepList, graph: Graph, costs: Costs) -> dict[str, tuple[float, int]]:
@@ -132,7 +120,7 @@ class _Pricer:
             works = [item for index in run if isinstance(item := items[index], Work)]
             device_s = sum(work.seconds for work in works)
             waits_s = self.overhead.joined_s(device_s, sum(work.host_s for work in works)) - device_s
-            items[run[0]] = replace(works[0], seconds=works[0].seconds + waits_s)
+            items[run[0]] = works[0]._replace(seconds=works[0].seconds + waits_s)
         return items
 
     def _loss(self) -> Iterable[Item]:

@@ -27,12 +27,12 @@ from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from convoy.errors import InputError, MismatchError, shown, unknown_name
 from convoy.files import parse_toml, read_text
 from convoy.fleet import Fleet, Nic
-from convoy.fleet.file import CLOSED, MOST, Text, Truth, explain, first_of
+from convoy.fleet.file import CLOSED, Text, Truth, explain, first_of
 from convoy.model.graph import Graph
 from convoy.plan.device_program import LocalSize
-from convoy.simulate.compute import ComputeTimes, Correction, Grid, LayerTimes, MeasuredTimes, Rate, Roofline
+from convoy.simulate.compute import Correction, Grid, LayerTimes, MeasuredTimes
 from convoy.simulate.costs import Costs, Overheads
-from convoy.simulate.interval import OTHER_NET, Errors, of_repeats, together
+from convoy.simulate.interval import Errors, of_repeats, together
 from convoy.simulate.network import network_of
 
 FORMAT = 2
@@ -44,7 +44,6 @@ GIGABIT = Nic(send_bytes_per_s=118e6, receive_bytes_per_s=118e6, latency_s=1e-4)
 Seconds = Annotated[float, Strict(), Field(ge=0, le=1e9)]
 Spread = Seconds  # (slowest - fastest) / typical of the repetitions
 Count = Annotated[int, Strict(), Field(ge=1, le=2**40)]
-_Rate = Annotated[float, Strict(), Field(ge=0, le=MOST)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +80,7 @@ class DeviceCosts:
             they are five times those of a whole core.
         update_s_per_entry: seconds of SGD with momentum per parameter entry.
         other_load: the most extra time caused by other programs, as a fraction: 0.5 is 50 % longer.
-        flop_per_s, memory_bytes_per_s: speeds reached in weighted layers, and in all others; 0: unknown.
         process_bytes: resident memory of the process before training, without the model; 0: unknown.
-        measured_w, measured_by: keys of older files, unused.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
@@ -100,13 +97,7 @@ class DeviceCosts:
     fresh_s_per_byte: Seconds
     update_s_per_tensor: Seconds
     jitter_s: Seconds = 0.0
-    traffic_spread: Spread = 0.0
-    update_spread: Spread = 0.0
     other_load: Spread = 0.0
-    flop_per_s: _Rate = 0.0
-    memory_bytes_per_s: _Rate = 0.0
-    measured_w: _Rate | None = None
-    measured_by: Text = ""
     loss_s_per_byte: Seconds = 0.0
     queue_s: Seconds = 0.0
     process_bytes: Annotated[int, Strict(), Field(ge=0, le=2**50)] = 0
@@ -201,40 +192,23 @@ class Measurement:
                 "measure this model on this fleet first"
             )
         tables = (self.points_of(device.name) for device in self.fleet.devices)
-        times = tuple({layer: layer_times(points) for layer, points in table.items()} for table in tables)
-        return self._costs_with(MeasuredTimes(times), itemsize)
-
-    def best_costs(self, graph: Graph, itemsize: int = 4) -> Costs:
-        """Return the costs of any model. If it was not measured, use the speeds that the devices reached with another model.
-
-        Raises:
-            MismatchError: `graph` was not measured, and the file has no such speeds.
-        """
-        if graph.fingerprint == self.fingerprint or not all(e.flop_per_s and e.memory_bytes_per_s for e in self.device):
-            return self.costs(graph, itemsize)
-        rates = tuple(Rate(each.flop_per_s, each.memory_bytes_per_s) for each in self.device)
-        costs = self._costs_with(Roofline(rates, itemsize), itemsize)
-        devices = tuple(together([OTHER_NET, each]) for each in costs.errors.devices)
-        return replace(costs, errors=replace(costs.errors, basis="rates", devices=devices))
-
-    def _costs_with(self, times: ComputeTimes, itemsize: int) -> Costs:
-        rows = self.device
-        network = network_of(
-            self.fleet, [row.processor_s_per_byte for row in rows], tuple(row.jitter_s for row in rows)
-        )
-        names = [field.name for field in fields(Overheads)]
+        rows, names = self.device, [field.name for field in fields(Overheads)]
+        network = network_of(self.fleet, [row.processor_s_per_byte for row in rows], [row.jitter_s for row in rows])
         return Costs(
-            times=times,
+            times=MeasuredTimes(
+                tuple({name: layer_times(points) for name, points in table.items()} for table in tables)
+            ),
             network=network,
             itemsize=itemsize,
             update_s_per_entry=tuple(row.update_s_per_entry for row in rows),
             overheads=tuple(Overheads(**{name: getattr(row, name) for name in names}) for row in rows),
-            errors=self._errors(),
+            errors=self.errors,
             process_bytes=tuple(row.process_bytes for row in rows),
         )
 
-    def _errors(self) -> Errors:
-        """Return the error factors of times and rates, from the spread of repetitions and the load by other programs."""
+    @property
+    def errors(self) -> Errors:
+        """The error factors of times and links, from the spread of repetitions and the load by other programs."""
         devices = []
         for costs in self.device:
             largest = [
@@ -355,8 +329,11 @@ def read_fleet_file(path: Path) -> tuple[Fleet, Measurement | None]:
 
 
 _SECTIONS: Mapping[str, type[Any]] = {"device": DeviceCosts, "layer": LayerPoint, "link": LinkSpread}
-_OLD_KEYS = frozenset({"noise", "beside_s", "rested_s", "burst"})
-"""Keys of older files about devices with a CPU quota, unused."""
+_OLD_KEYS = (
+    "noise", "beside_s", "rested_s", "burst", "flop_per_s", "memory_bytes_per_s", "measured_w", "measured_by",
+    "traffic_spread", "update_spread",
+)  # fmt: skip
+"""Keys of older files about devices, unused."""
 
 
 def _row(value: DeviceCosts | LinkSpread | LayerPoint) -> str:

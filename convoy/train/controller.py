@@ -73,8 +73,8 @@ class Rebalancer:
         self._layers: list[str] = []
         self._rows: list[Tensor] = []
         self._pending: tuple[Tensor, Pending] | None = None
-        if model.compiler is not None:
-            model.compiler.waits = True
+        if model.cuda_graphs is not None:
+            model.cuda_graphs.waits = True
         if self.autotune.is_over:
             self._balance()
         self.begin()
@@ -137,8 +137,8 @@ class Rebalancer:
                 return
 
     def _balance(self) -> None:
-        if self.model.compiler is not None:
-            self.model.compiler.waits = False
+        if self.model.cuda_graphs is not None:
+            self.model.cuda_graphs.waits = False
         self.state = Balancer.start(self.model.plan, self.model.traced[True].graph, self.model.group.ids)
         self._layers = sorted({name for axes in self.state.axes for name in axes.layers})
 

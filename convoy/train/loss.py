@@ -115,11 +115,12 @@ class Loss:
             total = torch.stack([self._rows(p, first).sum() for p in parts]).sum()
             count = torch.zeros_like(total)
         own = torch.stack([in_float64(total.detach()), in_float64(count)])
-        table, pending = share_tensor(first.group, own if own.device == total.device else own.to(total))
+        # Devices without samples send nothing: a device that has all of them would wait for their zeros.
+        table, pending = share_tensor(first.group, own if own.device == total.device else own.to(total), first.owners)
         pending.wait()
         sums = table.sum(0)
-        scale = 1.0 / sums[1] if self.reduction == "mean" else torch.ones_like(sums[1])
-        value = sums[0] / sums[1] if self.reduction == "mean" else sums[0]
+        count = sums[1] if self.reduction == "mean" else torch.ones_like(sums[1])
+        value, scale = sums[0] / count, 1.0 / count
         return _Whole.apply(total, value.to(total), scale.to(total))  # type: ignore[no-any-return, no-untyped-call]
 
     def _agree(self, part: OutputPart) -> None:
@@ -182,8 +183,7 @@ def _reduction(criterion: Callable[..., Any], wanted: str | None) -> str:
         raise InputError(
             f"reduction={wanted!r} with {_name(criterion)}, which has its own: leave it out, and set it there"
         )
-    found = wanted if wanted is not None else str(getattr(criterion, "reduction"))  # noqa: B009
-    found = "mean" if found == "batchmean" else found
+    found = str(getattr(criterion, "reduction") if wanted is None else wanted).replace("batchmean", "mean")  # noqa: B009
     if found not in ("mean", "sum"):
         raise InputError(
             f"convoy.loss of a criterion with reduction {found!r}: it is one number; choose 'mean' or 'sum'"

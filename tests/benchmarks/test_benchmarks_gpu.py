@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.gpu import CASES, COMPILED_CASES, PARTS, Place, Row, found_by, page_of, page_of_none
+from benchmarks.gpu import CASES, GRAPH_CASES, PARTS, Place, Row, found_by, page_of, page_of_none
 from convoy.model.nets import graph_of
 from tests.conftest import ROOT
 from tests.support import sim
@@ -30,7 +30,7 @@ def test_every_check_runs_and_passes() -> None:
 
 def test_cases_name_nets_that_exist() -> None:
     make_importable()
-    for net, side, _ in {*CASES, *COMPILED_CASES}:
+    for net, side, _ in {*CASES, *GRAPH_CASES}:
         assert graph_of(net, (3, side, side), 10).layers
 
 

@@ -9,6 +9,7 @@ import pytest
 from convoy.cli import plan_verbs
 from convoy.errors import PlanError
 from convoy.model.nets import graph_of
+from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.simulate.memory import memory_of
 from tests.support.described_fleets import fleet
@@ -39,7 +40,8 @@ def test_micro_batch_count_in_the_refusal_fits(tight: Path, tmp_path: Path, caps
     )
     assert f"--batch {BATCH} --accumulate {wanted} --devices 2" in said
     assert Plan.load(plan).batch == BATCH // wanted
-    needs = memory_of(Plan.load(plan), graph_of(NET, IMAGE, CLASSES))
+    graph = graph_of(NET, IMAGE, CLASSES)
+    needs = memory_of(lower(Plan.load(plan), graph), graph)
     assert max(each.total_bytes for each in needs) <= ROOM
 
 

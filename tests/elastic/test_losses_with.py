@@ -38,7 +38,6 @@ class Extras:
     workers: int = 0
     rebalance: bool = False
     others: tuple[str, ...] = ()
-    compiles: bool = False
     every: int | None = 1
 
 
@@ -59,7 +58,7 @@ def train(here: Device | None, plan: str, extras: Extras) -> tuple[list[float], 
     if here is not None:
         graph = convoy.runtime.module.trace(net, example).graph
         plans = [planned(name, graph, size) for name in (plan, *extras.others)]
-        model = part = distribute(net, plans[0], here.group, example, compile=extras.compiles)
+        model = part = distribute(net, plans[0], here.group, example)
     optimizer = OPTIMIZERS[extras.optimizer](model.parameters())
     data = make_data(CASE)
     train_on = loader(data, size, part, seed=CASE.seed, workers=extras.workers)

@@ -15,27 +15,19 @@ BY_HAND = [
     # total, weights, shares
     (10, (1, 1), (5, 5)),
     (10, (1, 1, 1), (4, 3, 3)),
-    (11, (1, 1, 1), (4, 4, 3)),
     (7, (0.8, 0.5, 0.3, 0.2), (3, 2, 1, 1)),  # 3.11 1.94 1.17 0.78
-    (500, (0.8, 0.5, 0.3, 0.2), (222, 139, 83, 56)),  # 222.22 138.89 83.33 55.56
     (1500, (0.8, 0.5, 0.3, 0.2), (667, 416, 250, 167)),  # 666.67 416.67 250.00 166.67: ties but for the last bits
     (2, (1, 2, 3, 4), (0, 0, 1, 1)),  # 0.2 0.4 0.6 0.8
-    (5, (2, 1, 1), (3, 1, 1)),  # 2.5 1.25 1.25
     (1, (1, 1), (1, 0)),  # a tie goes to the lower index
-    (3, (1, 1), (2, 1)),
     (2, (1, 1, 2), (1, 0, 1)),
     (2, (1, 1, 1, 1), (1, 1, 0, 0)),
-    (5, (0, 1, 0), (0, 5, 0)),
-    (5, (0, 3, 2), (0, 3, 2)),
     (3, (0, 1, 1), (0, 2, 1)),
     (9, (7,), (9,)),
-    (0, (1, 2), (0, 0)),
     (0, (0, 0), (0, 0)),
 ]
 
 BY_HAND_WITH_LIMITS = [
     # total, weights, limits, shares
-    (12, (1, 1, 1), {"quantum": 4}, (4, 4, 4)),
     (12, (1, 1), {"quantum": 4}, (8, 4)),
     (96, (3, 1), {"quantum": 32}, (64, 32)),  # 2.25 and 0.75 portions
     (10, (4, 1), {"at_most": (5, 10)}, (5, 5)),
@@ -43,29 +35,21 @@ BY_HAND_WITH_LIMITS = [
     (10, (8, 1, 1), {"at_least": (0, 2, 2)}, (6, 2, 2)),
     (10, (9, 1, 0), {"at_least": (0, 3, 1)}, (6, 3, 1)),
     (20, (10, 5, 4, 1), {"at_least": (0, 0, 0, 2), "at_most": (7, 20, 20, 20)}, (7, 6, 5, 2)),  # 11 in 5 to 4
-    (6, (1, 1, 1), {"at_least": (2, 2, 2)}, (2, 2, 2)),
-    (6, (5, 1, 0), {"at_most": (2, 2, 2)}, (2, 2, 2)),
     (10, (9, 1), {"quantum": 2, "at_least": (0, 3)}, (6, 4)),  # 3 entries need two multiples of 2
     (10, (9, 1), {"quantum": 2, "at_most": (5, 10)}, (4, 6)),  # 5 entries are room for two multiples of 2
-    (5, (1, 0), {"at_least": (0, 2)}, (3, 2)),
     (5, (1, 0), {"at_most": (3, 5)}, (3, 2)),  # weight zero, but nobody else has room
     (7, (1, 0, 0), {"at_most": (3, 9, 9)}, (3, 2, 2)),
     (5, (0, 1, 0), {"at_least": (1, 0, 0), "at_most": (9, 2, 9)}, (2, 2, 1)),
-    (5, (0, 1), {"at_most": (0, 5)}, (0, 5)),
     (0, (0, 0), {"at_most": (3, 3)}, (0, 0)),
 ]
 
 FAR_APART = [
-    (10, (1e300, 1e-300), {}, (10, 0)),
     (10, (1e300, 1e-300), {"at_least": (0, 3)}, (7, 3)),
-    (10, (1e-300, 1e-300), {}, (5, 5)),
     (10, (5e-324, 5e-324), {}, (5, 5)),
     (10, (1e308, 1e308), {}, (5, 5)),  # their sum is no float
     (3, (1e-300, 1e300, 1), {"at_least": (1, 0, 1)}, (1, 1, 1)),
-    (5, (1e-300, 1e300, 0), {"at_most": (10, 2, 10)}, (3, 2, 0)),
     (8, (1e-300, 2e-300, 1), {"at_most": (10, 10, 2)}, (2, 4, 2)),
     (10**18, (1, 1, 1), {}, (333333333333333334, 333333333333333333, 333333333333333333)),
-    (2**60 + 1, (1, 1), {}, (2**59 + 1, 2**59)),
 ]
 
 
@@ -93,7 +77,6 @@ def test_speeds_may_be_as_far_apart_as_floats(
     [
         (5, (), {}, r"split 5 by the weights \(\): .*not all zero; give at least one positive speed"),
         (5, (0.0, 0.0), {}, r"split 5 by the weights \(0\.0, 0\.0\): .*not all zero; give at least one positive speed"),
-        (5, (1.0, -2.0), {}, r"weights \(1\.0, -2\.0\): weights must be finite, not negative.*give"),
         (5, (1.0, float("nan")), {}, r"weights \(1\.0, nan\): weights must be finite.*give"),
         (0, (1.0, float("inf")), {}, r"weights \(1\.0, inf\): weights must be finite.*give"),
         (-1, (1,), {}, r"split -1 into multiples of 1: .* not negative; change the layer"),
@@ -101,8 +84,6 @@ def test_speeds_may_be_as_far_apart_as_floats(
         (5, (1, 1), {"at_most": (2, 2)}, r"shares of 5 .*at most \(2, 2\).*loosen the limits or add a device"),
         (5, (1, 1), {"at_least": (3, 3)}, r"shares of 5 .*at least \(3, 3\).*loosen the limits or add a device"),
         (5, (1, 1), {"at_least": (3, 0), "at_most": (2, 9)}, r"at least \(3, 0\) and at most \(2, 9\).*loosen"),
-        (4, (1, 1), {"quantum": 2, "at_most": (3, 1)}, r"at most \(1, 0\) times 2: loosen"),
-        (0, (1,), {"at_most": (-1,)}, r"shares of 0 .*at most \(-1,\).*loosen"),
     ],
 )
 def test_impossible_shares_are_refused(total: int, weights: tuple[float, ...], limits: dict, message: str) -> None:
@@ -190,7 +171,6 @@ def test_even_shares_by_hand(total: int, devices: int, quantum: int, shares: Sha
         ((8, 4, 2, 2), 1, (1, 0, 0, 0)),
         ((8, 0, 4), 6, (4, 0, 2)),
         ((8, 0, 4), 0, (0, 0, 0)),
-        ((1, 2), 300, (100, 200)),
         ((0, 0), 0, (0, 0)),
     ],
 )
@@ -198,17 +178,10 @@ def test_rescale_by_hand(shares: Shares, total: int, rescaled: Shares) -> None:
     assert rescale(shares, total) == rescaled
 
 
-def test_rescale_of_zero_weights_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"split 3 by the weights \(0, 0\)"):
-        rescale((0, 0), 3)
-
-
 @pytest.mark.parametrize(
     ("shares", "where", "who"),
     [
         ((3, 0, 2), ((0, 3), (3, 3), (3, 5)), (0, 2)),
-        ((0, 0, 4), ((0, 0), (0, 0), (0, 4)), (2,)),
-        ((7, 0, 2, 1), ((0, 7), (7, 7), (7, 9), (9, 10)), (0, 2, 3)),
         ((0, 0), ((0, 0), (0, 0)), ()),
         ((), (), ()),
     ],

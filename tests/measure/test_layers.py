@@ -56,7 +56,6 @@ def test_every_layer_of_a_net_gets_a_table(name: str) -> None:
         assert (times.forward_inputs is not None) == (
             layer.sums_channels and not layer.shared and layer.channels_in > 1
         )
-    assert max(timer.reached().values()) > 0
     assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in before.items())
 
 
@@ -272,3 +271,18 @@ def test_the_ends_of_each_axis_are_timed_if_no_time_is_left() -> None:
     for largest_s in (3e-3, 9e-3):
         axes = choose_axes(full, whole, Expected(layer, whole, largest_s), allowance_s=0.0, slice_s=1e-3)
         assert (axes.samples[-1], axes.outputs[-1]) == (64, whole.outputs), largest_s
+
+
+def test_a_disturbed_small_size_does_not_stop_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first and smallest size seems to take 0.1 s, all others take 1 ms. A step of 0.15 s was predicted to take 75 s by
+    such a size alone."""
+    layers = quick_timer(*traced_net("two-conv"))
+    layers.timer.slice_s = SLICE_S
+    found: list[LocalSize] = []
+
+    def timed(_: str, size: LocalSize) -> float:
+        found.append(size)
+        return 0.1 if len(found) == 1 else 1e-3
+
+    monkeypatch.setattr(layers, "time", timed)
+    assert whole_size(layers.traced.graph["conv2"], 8) in layers._choose_grid("conv2", 0.1)

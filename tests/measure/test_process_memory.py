@@ -13,6 +13,7 @@ from convoy.machine.accelerator import process_bytes
 from convoy.measure.device_info import DeviceInfo, describe_device, fleet_of
 from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.model.tracing import trace
+from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
 from convoy.simulate.memory import MemoryLimits, memory_of
 from convoy.simulate.table import Measurement
@@ -53,7 +54,7 @@ def test_resident_memory_is_process_plus_tensors() -> None:
     graph = trace(net(), torch.zeros(2, 3, 32, 32)).graph
     plan = named_plan("data", graph, BATCH, Speeds((1.0, 1.0)))
     rows = on_processes(2, "tests.measure.test_process_memory:resident_bytes")
-    for (before, most), memory in zip(rows, memory_of(plan, graph), strict=True):
+    for (before, most), memory in zip(rows, memory_of(lower(plan, graph), graph), strict=True):
         assert before > 20 * MB
         assert before + memory.total_bytes == pytest.approx(most, rel=0.1)
         assert most > 1.2 * max(before, memory.total_bytes)  # neither of the two would do

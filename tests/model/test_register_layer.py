@@ -84,6 +84,10 @@ class AllFilters(nn.Conv2d):
         return F.conv2d(x, self.weight / self.weight.norm(), self.bias)
 
 
+def by_filters(call: Call) -> Known:
+    return Known("filters", (Cut(1, call.output[1], (None,), {"weight": 0, "bias": 0}),))
+
+
 X = torch.zeros(2, 3, 8, 8)
 
 
@@ -118,7 +122,7 @@ def test_a_rule_may_be_a_function() -> None:
         (Scale(), {"splits": "channels", "parameters": {"weight": 1}}, "is not 6 equal parts"),
         (Counting(), {"splits": "channels"}, "parts of axis 1"),
         (Noting(), {"splits": "channels"}, "records the batch in a buffer"),
-        (AllFilters(6, 6, 3), {"splits": "filters"}, "other numbers in parts of axis 1"),
+        (AllFilters(6, 6, 3), {"splits": by_filters}, "other numbers in parts of axis 1"),
         (ScaledConv(6, 6, 3), {"like": nn.Conv2d}, "other numbers as Conv2d computes it"),
     ],
 )  # fmt: skip
@@ -143,7 +147,7 @@ def test_what_cannot_be_registered() -> None:
     for given, message in (
         ({"splits": "channels"}, "registered already"),
         ({}, "either splits or like"),
-        ({"splits": "rows"}, "unknown splits 'rows': choose one of samples, entries, channels, filters"),
+        ({"splits": "rows"}, "unknown splits 'rows': choose one of samples, entries, channels, or a function"),
         ({"like": Centred}, "registered already|must be a registered"),
     ):
         layer = nn.GroupNorm if "already" in message and "splits" in given else Scale

@@ -19,7 +19,7 @@ from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS, Speeds
 from convoy.plan.steps import SumGradients
 from convoy.plan.strategy import Batch
-from convoy.planner.planner import plan_auto
+from convoy.planner.planner import candidates
 from convoy.planner.prediction import working
 from convoy.runtime.module import Distributed
 from studies.roofline import roofline_costs
@@ -62,7 +62,7 @@ def test_the_planners_choice_follows_one_device(net: str) -> None:
     fleet = Fleet((host,), tuple(
         Device(f"d{d}", "lab", "cpu", peak_flop_per_s=rate, memory_bytes_per_s=rate) for d, rate in enumerate(rates)
     ))  # fmt: skip
-    plan = plan_auto(asked(graph_of(net), 10, roofline_costs(fleet)))
+    plan = candidates(asked(graph_of(net), 10, roofline_costs(fleet)))[0].plan
     assert working(plan, graph_of(net)) == {0, 1, 2}
     check(Training(net), plan)
 

@@ -74,7 +74,7 @@ def _follow(group: Group, net: str, name: str, reduce: Any) -> dict[str, Any]:
     tensors = part.full_state_dict() | {f"momentum of {key}": row["momentum_buffer"] for key, row in state.items()}
     tensors["outputs"] = torch.cat(outputs).detach()
     found = {key: value.double().flatten().tolist() for key, value in tensors.items()}
-    return found | {"losses": losses, "exact": plan.exact, "sent": sum(group.sent_bytes) - sum(sent)}
+    return found | {"losses": losses, "exact": not plan.inexact, "sent": sum(group.sent_bytes) - sum(sent)}
 
 
 @functools.cache

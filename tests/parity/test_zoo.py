@@ -20,7 +20,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import ComputeStep
 from convoy.plan.text import layer_rows, step_lines
-from convoy.planner.planner import candidates, plan_auto
+from convoy.planner.planner import candidates
 from studies.roofline import roofline_costs
 from tests.support import model_zoo
 from tests.support.described_fleets import asked
@@ -143,7 +143,7 @@ def test_a_model_that_cannot_be_taken_apart_stays_on_one_device_and_says_so() ->
     (x, _), *_ = model_zoo.batches("thinking", model)
     assert len({model.answer(sample)[1] for sample in x.split(1)}) > 1, "samples that are thought about differently"
     graph = model_zoo.traced("thinking", model).graph
-    plan = plan_auto(asked(graph, model_zoo.BATCH, roofline_costs(FLEET)))
+    plan = candidates(asked(graph, model_zoo.BATCH, roofline_costs(FLEET)))[0].plan
     (row,) = layer_rows(plan, graph)
     assert row.note.startswith("torch.fx cannot trace it")
     assert row.strategy == "one"

@@ -18,7 +18,6 @@ from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.compile import compile_all, compile_device
 from convoy.plan.device_program import (
-    BeginSum,
     DeviceProgram,
     EndSum,
     ExchangeRound,
@@ -241,41 +240,6 @@ def test_a_broken_program_is_refused_by_name(
 ) -> None:
     with pytest.raises(PlanError, match=said):
         check_programs(broken(change, lane))
-
-
-def test_deadlock_is_refused() -> None:
-    """Each device waits for a round that the other starts only after its own wait."""
-
-    def program(device: int, first: int, second: int) -> DeviceProgram:
-        def swap(step: int) -> list[Operation]:
-            peer = 1 - device
-            return [
-                Make(step, f"in {step}", (4,)),
-                ExchangeRound(
-                    step, 0, (PlannedMessage(peer, Part("x"), 4),), (PlannedMessage(peer, Part(f"in {step}"), 4),)
-                ),
-                WaitRound(step, step, 0),
-            ]
-
-        sums = [TakeSum(9, "x"), *swap(second)]
-        main = [*swap(first), BeginSum(9, "x")]
-        return DeviceProgram(device, 2, 4, ("x",), (), (), tuple(main), (), tuple(sums))
-
-    check_programs([program(0, 1, 2), program(1, 1, 2)])
-    # Each begins with what the other begins on its second lane, which waits for the first.
-    with pytest.raises(PlanError):
-        check_programs([program(0, 1, 2), program(1, 2, 1)])
-
-
-def test_summand_may_not_change_while_it_is_sent() -> None:
-    def early(operations: list[Operation]) -> Sequence[Operation]:
-        """Move the first round's addition before its wait."""
-        add = next(op for op in operations if type(op).__name__ == "Add")
-        place = next(place for place, op in enumerate(operations) if isinstance(op, WaitRound))
-        return [*operations[:place], add, *operations[place:]]
-
-    with pytest.raises(PlanError, match=r"(wait for it first|read before anything is written)"):
-        check_programs(broken(early, "sums"))
 
 
 def test_cached_moves_of_old_shares_are_dropped() -> None:

@@ -90,7 +90,8 @@ def test_memory_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """conv1 has 380, conv2 322 and fc 145 entries; device 0 keeps a sixth of the rows and computes with all."""
     monkeypatch.setattr("convoy.plan.lower.BUCKET_ENTRIES", 1)
     graph = graph_of("two-conv")
-    needs = {form: memory_of(plan_of("two-conv", form), graph, optimizer="adam", itemsize=1)[0] for form in FORMS}
+    lists = {form: lower(plan_of("two-conv", form), graph) for form in FORMS}
+    needs = {form: memory_of(steps, graph, optimizer="adam", itemsize=1)[0] for form, steps in lists.items()}
     own = 76 + 46 + 29
     assert all(each.optimizer_bytes == 2 * own for each in needs.values())
     assert needs["keep"].weights_bytes == own + 380 + 322 + 145

@@ -15,7 +15,7 @@ from convoy.planner.planner import candidates
 from convoy.planner.prediction import predict_plan, working
 from convoy.planner.request import PlanRequest
 from convoy.simulate.costs import Overheads
-from convoy.simulate.memory import MemoryLimits, fewest_micro_batches, memory_of, sees_batch
+from convoy.simulate.memory import MemoryLimits, fewest_micro_batches, memory_of, micro_batch_words
 from studies.roofline import roofline_costs
 from tests.support.described_fleets import asked, fleet
 from tests.support.one_device import by_name, graph_of
@@ -84,7 +84,9 @@ def test_the_refusal_names_micro_batches_that_fit() -> None:
     passes = int(re.findall(r"--accumulate (\d+)", str(caught.value))[0])
     fewer = context_of(tight, CONVOLUTIONS, 64 // passes, passes)
     plan = candidates(fewer)[0].plan
-    assert not MemoryLimits.of(tight).excess([each.total_bytes for each in memory_of(plan, CONVOLUTIONS)])
+    assert not MemoryLimits.of(tight).excess(
+        [each.total_bytes for each in memory_of(lower(plan, CONVOLUTIONS), CONVOLUTIONS)]
+    )
     with pytest.raises(PlanError, match=f"--accumulate {passes};"):  # half of them are already made, and do not do
         candidates(context_of(tight, CONVOLUTIONS, 64 // passes * 2, passes // 2))
 
@@ -98,9 +100,8 @@ def test_the_fewest_micro_batches_divide_the_batch() -> None:
 
 def test_the_message_says_that_batch_norm_sees_a_micro_batch() -> None:
     norm = graph_of("resnet")
-    assert sees_batch(norm)
-    assert not sees_batch(CONVOLUTIONS)
-    need = max(each.total_bytes for each in memory_of(by_name("data", "resnet", batch=64), norm))
+    assert "different numbers" not in micro_batch_words(CONVOLUTIONS, 2)
+    need = max(each.total_bytes for each in memory_of(lower(by_name("data", "resnet", batch=64), norm), norm))
     tight = context_of(fleet((1e11, need // 2), (1e11, need // 2)), norm, 64, 1)
     with pytest.raises(PlanError, match=r"with different numbers, since batch norm '\S+' and \d more would see"):
         candidates(tight)

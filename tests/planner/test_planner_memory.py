@@ -15,7 +15,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.strategy import Channel, Filter
 from convoy.planner.analytic import CostModel
-from convoy.planner.planner import candidates, plan_auto, quick_candidates
+from convoy.planner.planner import candidates, quick_candidates
 from convoy.planner.prediction import predict_all
 from convoy.planner.request import PlanRequest
 from convoy.planner.search import Search
@@ -36,7 +36,7 @@ def context_of(fleet: Fleet, graph: Graph = WIDE, batch: int = BATCH, optimizer:
 
 
 def needs(plan: Plan, graph: Graph = WIDE) -> list[int]:
-    return [each.total_bytes for each in memory_of(plan, graph)]
+    return [each.total_bytes for each in memory_of(lower(plan, graph), graph)]
 
 
 @pytest.mark.parametrize(("reduce", "wire"), [*((each, "exact") for each in SUMS), ("ring", "inexact-bf16")])
@@ -46,16 +46,16 @@ def test_the_quick_estimate_of_memory_is_never_too_small(name: str, reduce: Redu
     for graph in (WIDE, graph_of("resnet:8:16")):
         plan = replace(named_plan(name, graph, 9, Speeds((4.0, 2.0, 0.5)), reduce), wire=wire)
         steps = lower(plan, graph)
-        least = [each.total_bytes for each in memory_of(plan, graph)]
+        least = [each.total_bytes for each in memory_of(lower(plan, graph), graph)]
         assert all(a >= b for a, b in zip(most_bytes(steps, graph), least, strict=True))
 
 
 def test_only_a_split_of_the_big_layer_fits() -> None:
     """Neither device holds 50 MB; together they hold 60. Plans that copy the Linear or leave it whole are out."""
     tight = context_of(fleet((1e11, 30_000_000), (5e10, 30_000_000)))
-    free = plan_auto(asked(WIDE, BATCH, tight.costs))
+    free = candidates(asked(WIDE, BATCH, tight.costs))[0].plan
     assert max(needs(free)) > 30_000_000  # by speed two thirds of the Linear
-    plan = plan_auto(tight)
+    plan = candidates(tight)[0].plan
     assert max(needs(plan)) <= 30_000_000
     assert isinstance(plan.layers["4"], Filter | Channel)
     plan.check(WIDE, 2)
@@ -78,7 +78,7 @@ def test_weights_are_freed_after_use_if_nothing_else_fits(limit_mb: int) -> None
     """200 MB are little more than an even fourth of the samples needs: fast devices give samples away."""
     graph = heavy()
     tight = context_of(fleet(*[(rate, limit_mb * 10**6) for rate in (1e11, 8e10, 6e10, 6e10)]), graph, 64)
-    plan = plan_auto(tight)
+    plan = candidates(tight)[0].plan
     assert {how.form for how in plan.sharded.values()} == {"free"}
     assert max(needs(plan, graph)) <= limit_mb * 10**6
     keeping = {name: replace(how, form="keep") for name, how in plan.sharded.items()}
@@ -98,7 +98,7 @@ def test_quick_plans_free_weights_if_nothing_else_fits() -> None:
 def test_net_that_fits_nowhere_is_refused_with_sizes() -> None:
     small = context_of(fleet((1e11, 10_000_000), (5e10, 12_000_000)))
     with pytest.raises(PlanError) as refused:
-        plan_auto(small)
+        candidates(small)
     text = str(refused.value)
     assert "d0 needs" in text or "d1 needs" in text
     assert "of 10 MB" in text or "of 12 MB" in text
@@ -109,10 +109,10 @@ def test_net_that_fits_nowhere_is_refused_with_sizes() -> None:
 def test_optimizer_state_counts_as_memory() -> None:
     """64 MB are more than three times the weights, for sgd with momentum, and less than four times, for adam."""
     one = fleet((1e11, 58_000_000))
-    assert plan_auto(context_of(one)).devices == 1
+    assert candidates(context_of(one))[0].plan.devices == 1
     adam = context_of(one, optimizer="adam")
     with pytest.raises(PlanError, match="d0 needs"):
-        plan_auto(adam)
+        candidates(adam)
 
 
 def test_named_plans_that_do_not_fit_are_marked() -> None:

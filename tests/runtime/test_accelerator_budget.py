@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import convoy
 from convoy.comm.group import AloneGroup, Group, Message, Pending
 from convoy.comm.processes import join
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
-from convoy.plan.plan import Plan
+from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.strategy import One
 from convoy.runtime.module import Distributed
@@ -113,8 +114,9 @@ def test_split_norm_copies_once_each_way_without_waiting() -> None:
         assert launches <= 820
 
 
-def test_plan_for_one_device_sends_only_the_outputs() -> None:
-    """No message blocks the device that computes: outputs leave it, and nothing returns."""
+@pytest.mark.parametrize(("outputs", "sent_bytes"), [("everywhere", 4 * BATCH * 10), ("where-computed", 2 * 8)])
+def test_plan_for_one_device_sends_only_outputs_or_loss(outputs: OutputPlace, sent_bytes: int) -> None:
+    """No message blocks the device that computes: outputs, or sum and count of the loss, leave it, and nothing returns."""
     net, x, y = _net_and_batch("two-conv:4:6")
     graph = trace(net, x[:2]).graph
 
@@ -126,15 +128,16 @@ def test_plan_for_one_device_sends_only_the_outputs() -> None:
             sent.append((sum(m.tensor.nbytes for m in sends), len(receives)))
             return start(sends, receives, lane)
 
-        part = Distributed(net, Plan("one", graph.fingerprint, 2, BATCH, {}, One(0)), group, x[:2])
+        plan = Plan("one", graph.fingerprint, 2, BATCH, {}, One(0), outputs=outputs)
+        part, criterion = Distributed(net, plan, group, x[:2]), convoy.loss(F.cross_entropy)
         optimizer = torch.optim.SGD(part.parameters(), lr=0.01)
         for step in range(4):
             if step == 3:  # earlier steps compare what the devices were given
                 group.start = counted  # type: ignore[method-assign]
-            loss = F.cross_entropy(part(x, whole=True), y)
+            loss = criterion(part(x, whole=True), y)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         return sent
 
-    assert run_on_threads(2, work) == [[(4 * BATCH * 10, 0)], [(0, 1)]]
+    assert run_on_threads(2, work) == [[(sent_bytes, 0)], [(0, 1)]]

@@ -20,6 +20,7 @@ from convoy.comm.group import Group
 from convoy.layout.layout import box
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
+from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.strategy import Form
@@ -131,7 +132,7 @@ SLOW = pytest.mark.slow
 )
 def test_peak_memory_with_sharded_weights_matches_prediction(form: Form, optimizer: str) -> None:
     plan, graph = planned(form)
-    predicted = [each.total_bytes for each in memory_of(plan, graph, optimizer=optimizer)]
+    predicted = [each.total_bytes for each in memory_of(lower(plan, graph), graph, optimizer=optimizer)]
     found = on_processes(2, f"{__name__}:peak_bytes", form, optimizer)
     print(form, optimizer, [f"{a / 1e6:.1f} MB, {b / a - 1:+.1%}" for a, b in zip(found, predicted, strict=True)])
     for measured, expected in zip(found, predicted, strict=True):

@@ -17,9 +17,10 @@ from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.layout.layout import box
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
+from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
-from convoy.planner.planner import plan_auto
+from convoy.planner.planner import candidates
 from convoy.simulate.memory import memory_of
 from studies.roofline import roofline_costs
 from tests.support.described_fleets import asked
@@ -66,7 +67,7 @@ def planned(name: str) -> tuple[Plan, Graph]:
         plan = named_plan("sharded", graph, BATCH, Speeds((1.0,) * DEVICES))
         return replace(plan, sharded={key: replace(kept, form="free") for key, kept in plan.sharded.items()}), graph
     costs = replace(roofline_costs(fleet), itemsize=8)
-    return plan_auto(asked(graph, BATCH, costs, fleet, optimizer="adam")), graph
+    return candidates(asked(graph, BATCH, costs, fleet, optimizer="adam"))[0].plan, graph
 
 
 def train(model: nn.Module, *, whole: bool) -> None:
@@ -111,7 +112,7 @@ def test_net_too_large_for_any_device_trains_as_on_a_large_one(name: str, tmp_pa
     root = memory_root()
     assert root is not None
     plan, graph = planned(name)
-    predicted = memory_of(plan, graph, optimizer="adam", itemsize=8)
+    predicted = memory_of(lower(plan, graph), graph, optimizer="adam", itemsize=8)
     with torch_seed(6):
         model = net()
     torch.save(model.state_dict(), tmp_path / "weights.pt")

@@ -24,6 +24,7 @@ from convoy.layout.layout import box
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
+from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.simulate.memory import memory_of
@@ -112,7 +113,7 @@ def test_step_holds_only_pytorchs_memory_plus_messages(devices: int) -> None:
     graph = trace(build_net(name, (3, 32, 32), 10), torch.zeros(2, 3, 32, 32)).graph
     plan = named_plan("data-by-speed", graph, devices * BATCH, Speeds((1.0,) * devices))
     found = on_processes(devices, "tests.runtime.test_memory_peak:peak_over_plain", name)
-    for (shared, plain), predicted in zip(found, memory_of(plan, graph), strict=True):
+    for (shared, plain), predicted in zip(found, memory_of(lower(plan, graph), graph), strict=True):
         print(
             devices,
             f"{shared / 1e6:.2f} MB, plain PyTorch {plain / 1e6:.2f}, {predicted.exchange_bytes / 1e6:.2f} travel",
@@ -151,7 +152,7 @@ class Living(TorchDispatchMode):
 )  # fmt: skip
 def test_peak_memory_of_a_step_matches_prediction(name: str, devices: int, wire: CommDtype) -> None:
     plan, graph = planned(name, devices, wire)
-    expected = [each.total_bytes for each in memory_of(plan, graph)]
+    expected = [each.total_bytes for each in memory_of(lower(plan, graph), graph)]
     found = on_processes(devices, "tests.runtime.test_memory_peak:peak_bytes", name, wire)
     print(name, wire, [f"{a / 1e6:.1f} MB, {b / a - 1:+.1%}" for a, b in zip(found, expected, strict=True)])
     for measured, predicted in zip(found, expected, strict=True):

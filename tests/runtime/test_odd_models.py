@@ -204,3 +204,29 @@ def test_forward_that_overwrites_a_copy_is_allowed() -> None:
     model = Doubling()
     model.copies = True
     assert difference(model, (3, 6, 6)) < EXACT
+
+
+class OddNames(nn.Module):
+    """A model whose parameter and attributes have the names of attributes of a distributed model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.ones(4).double())
+        self.conv = nn.Conv2d(3, 4, 3).double()
+        self.plan, self.group, self.calls, self.precision = "a", "b", 3, 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).mean((2, 3)) * self.weights * self.calls * self.precision
+
+
+def test_model_may_have_attributes_named_like_those_of_a_distributed_model() -> None:
+    model, x = OddNames(), images()
+    wanted = model(x)
+
+    def work(part: Distributed) -> tuple[Any, Tensor]:
+        inner = part.module
+        return (inner.plan, inner.group, inner.calls, part.plan.name), part(x, whole=True).detach()
+
+    for names, found in on_two(model, work, "data"):
+        assert names == ("a", "b", 3, "data")
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)

@@ -124,7 +124,7 @@ def what_happens(plan: Plan, held_until: tuple[str, ...] | None = None) -> tuple
             assert held_until is None or went_on.wait(HELD_S), f"a sum is awaited before {held_until}"
 
         watched = Watched(group, happened, hold)
-        part = Distributed(copy.deepcopy(whole), plan, watched, example(), fuse=False)  # type: ignore[arg-type]
+        part = Distributed(copy.deepcopy(whole), plan, watched, example())  # type: ignore[arg-type]
         watch(part, record)
         happened.clear()
         together = isinstance(plan.layers["0"], Filter)
@@ -132,7 +132,9 @@ def what_happens(plan: Plan, held_until: tuple[str, ...] | None = None) -> tuple
         part(mine, batch=8).square().sum().backward()
         return happened, [p.grad for p in part.parameters() if p.grad is not None]
 
-    return run_on_threads(2, work, timeout_s=2 * HELD_S)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("convoy.plan.compile.segments", lambda *_: ())  # else autograd runs several layers at once
+        return run_on_threads(2, work, timeout_s=2 * HELD_S)[0]
 
 
 def watch(part: Distributed, record: Callable[[tuple[str, ...]], None]) -> None:
@@ -200,6 +202,7 @@ def test_failed_backward_leaves_no_messages(monkeypatch: pytest.MonkeyPatch) -> 
     """A layer's backward fails on all devices, with two sums begun; the first still travels on one, and is done on the other.
     Were the second not made on the former, its messages would be taken for those of the next step."""
     monkeypatch.setattr(lower, "BUCKET_ENTRIES", 300)
+    monkeypatch.setattr("convoy.plan.compile.segments", lambda *_: ())
     plan, whole = plan_of({name: Batch((5, 3)) for name in ("0", "2", "4")}), net()
 
     def work(group: Group) -> list[torch.Tensor]:
@@ -216,7 +219,7 @@ def test_failed_backward_leaves_no_messages(monkeypatch: pytest.MonkeyPatch) -> 
             assert group.device == 1 or broken.wait(HELD_S)
 
         watched = Watched(group, [], hold, rounds.release)
-        part = Distributed(copy.deepcopy(whole), plan, watched, example(), fuse=False)  # type: ignore[arg-type]
+        part = Distributed(copy.deepcopy(whole), plan, watched, example())  # type: ignore[arg-type]
         watch(part, record)
         mine = example()[:5] if group.device == 0 else example()[5:]
         with pytest.raises(RuntimeError, match="a hook of the caller's"):

@@ -23,7 +23,8 @@ GRAPH = Stack((2, 4, 4)).conv(4, 3).pool().flatten().linear(3).graph()
 
 
 def memory(plan: str, devices: int = 2, optimizer: str = "sgd-momentum") -> tuple[DeviceMemory, ...]:
-    return memory_of(named_plan(plan, GRAPH, 4, Speeds((1.0,) * devices)), GRAPH, optimizer=optimizer)
+    steps = lower(named_plan(plan, GRAPH, 4, Speeds((1.0,) * devices)), GRAPH)
+    return memory_of(steps, GRAPH, optimizer=optimizer)
 
 
 def test_memory_of_a_batch_split_by_hand():
@@ -58,13 +59,12 @@ def test_all_chunks_of_a_move_have_receive_buffers():
     whole = named_plan("model", graph, 4, Speeds((1.0, 1.0)))
     gathered = 4 * 2 * 16 * 4  # four samples of the other's two filters
     for pieces in (1, 2, 4):
-        rows = memory_of(replace(whole, chunks=pieces), graph)
         steps = lower(replace(whole, chunks=pieces), graph)
         moves = [s for s in steps.phase("forward") if isinstance(s, Move)]
         assert len(moves[0].schedule.rounds) == pieces
         programs = compile_all(steps, graph)
         assert [exchange_bytes(p, steps)[moves[0].id] for p in programs] == [gathered, gathered]
-        assert all(row.exchange_bytes >= gathered for row in rows)
+        assert all(row.exchange_bytes >= gathered for row in memory_of(steps, graph))
 
 
 def test_memory_of_the_masters_plan_by_hand():
@@ -97,9 +97,8 @@ class Net(nn.Module):
         return self.fc(self.bn2(torch.flatten(y, 1)))
 
 
-@pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("name", ["data", "model", "hybrid", "master"])
-def test_predicted_memory_matches_the_executor(name, fuse):
+def test_predicted_memory_matches_the_executor(name):
     """After forward: the storages that the executor and autograd keep, each counted once; parameters and buffers of this part.
 
     The prediction keeps the input and the output of a layer that autograd runs; most keep one of them.
@@ -117,7 +116,7 @@ def test_predicted_memory_matches_the_executor(name, fuse):
                 _collect_storages(tensor, found)
             return tensor
 
-        part = Distributed(net, plan, group, example, fuse=fuse)
+        part = Distributed(net, plan, group, example)
         own = part._programs.get(True, 6)
         inputs = [torch.randn(local_shape(v.layout, group.device, v.shape)) for v in own.steps.inputs]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -126,7 +125,7 @@ def test_predicted_memory_matches_the_executor(name, fuse):
         weights = [*part.module.parameters(), *part.module.buffers()]
         return sum(found.values()), sum(w.numel() for w in weights)
 
-    expected = memory_of(plan, graph)
+    expected = memory_of(lower(plan, graph), graph)
     for (activations, weights), predicted in zip(run_on_threads(2, kept), expected, strict=True):
         assert predicted.activations_bytes / 2 < activations <= predicted.activations_bytes
         assert 4 * weights == predicted.weights_bytes

@@ -14,7 +14,9 @@ from convoy.model.tracing import trace
 from convoy.plan.device_program import LocalSize
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
+from convoy.report.measured import remarks
 from convoy.simulate.costs import Overheads
+from convoy.simulate.interval import OF_REPEATS
 from convoy.simulate.simulator import simulate
 from convoy.simulate.table import (
     DeviceCosts,
@@ -26,6 +28,7 @@ from convoy.simulate.table import (
 )
 from tests.support.nets import TwoConv
 
+GRAPH = trace(TwoConv(6), torch.zeros(2, 3, 8, 8)).graph
 FLEETS = Path(__file__).parent.parent.parent / "benchmarks" / "fleets"
 
 seconds = st.floats(min_value=0, max_value=1e6)
@@ -97,11 +100,10 @@ def measured_by(*points: LayerPoint, fingerprint: str = "f" * 16, **overheads: f
 
 
 def test_jitter_reaches_the_replay_and_an_older_file_has_none() -> None:
-    graph = trace(TwoConv(6), torch.zeros(2, 3, 8, 8)).graph
-    text = measured_by(point(), fingerprint=graph.fingerprint, jitter_s=0.25).to_toml()
-    assert Measurement.from_toml(text).costs(graph).network.jitter_s == (0.25,)
+    text = measured_by(point(), fingerprint=GRAPH.fingerprint, jitter_s=0.25).to_toml()
+    assert Measurement.from_toml(text).costs(GRAPH).network.jitter_s == (0.25,)
     older = Measurement.from_toml(text.replace("jitter_s = 0.25, ", ""))
-    assert older.costs(graph).network.jitter_s == (0.0,)
+    assert older.costs(GRAPH).network.jitter_s == (0.0,)
     with pytest.raises(InputError, match=r"jitter_s = -0\.25: .*greater than or equal to 0"):
         Measurement.from_toml(text.replace("jitter_s = 0.25", "jitter_s = -0.25"))
 
@@ -111,21 +113,14 @@ def test_jitter_reaches_the_replay_and_an_older_file_has_none() -> None:
     [
         "beside_s = 0.5, rested_s = 0.25, burst = 5.0, ",
         "noise = { overlap_delay_s = 0.5, rested_s = 0.25, burst = 5.0 }, ",
+        'flop_per_s = 1e9, memory_bytes_per_s = 0.0, measured_w = 5.0, measured_by = "rapl", traffic_spread = 0.1, ',
     ],
 )
-def test_unused_quota_noise_of_older_files_is_ignored(keys: str) -> None:
+def test_unused_keys_of_older_files_are_ignored(keys: str) -> None:
     measured = measured_by(point())
     older = measured.to_toml().replace("jitter_s = 0.0, ", f"jitter_s = 0.0, {keys}")
     assert keys in older
-    assert Measurement.from_toml(older) == measured
-
-
-def test_unused_host_rates_of_older_files_are_ignored() -> None:
-    measured = measured_by(point())
-    older = (
-        measured.to_toml()
-        + 'host = [ { host = "a", ring_bytes_per_s = 1.0, send_spread = 0.0, receive_spread = 0.0 } ]\n'
-    )
+    older += 'host = [ { host = "a", ring_bytes_per_s = 1.0, send_spread = 0.0, receive_spread = 0.0 } ]\n'
     assert Measurement.from_toml(older) == measured
 
 
@@ -208,11 +203,10 @@ def test_every_device_has_every_layer_and_its_costs() -> None:
 
 
 def test_times_are_interpolated_over_filters_and_over_inputs() -> None:
-    layer = trace(TwoConv(6), torch.zeros(2, 3, 8, 8)).graph["conv1"]
     points = [point(samples=s, outputs=o, forward_s=1.0 + s * o, backward_s=0.0) for s in (2, 4) for o in (2, 6)]
     points += [point(samples=s, inputs=1, forward_s=1.0 + s * 2, backward_s=0.0) for s in (2, 4)]
     times = layer_times(points)
-    at = lambda *size: times.seconds(layer, "forward", LocalSize(*size))  # noqa: E731
+    at = lambda *size: times.seconds(GRAPH["conv1"], "forward", LocalSize(*size))  # noqa: E731
     assert at(2, 6, 3) == pytest.approx(13.0)
     assert at(3, 4, 3) == pytest.approx(13.0)
     assert at(8, 6, 3) == pytest.approx(2 * 25.0)  # beyond the largest, in proportion to FLOP, which bound this layer
@@ -222,15 +216,14 @@ def test_times_are_interpolated_over_filters_and_over_inputs() -> None:
 
 
 def test_single_device_replay_sums_layers_and_optimizer() -> None:
-    graph = trace(TwoConv(6), torch.zeros(2, 3, 8, 8)).graph
     points = []
-    for index, layer in enumerate(name for name in graph.layers if graph[name].kind != "input"):
-        whole = graph[layer]
+    for index, layer in enumerate(name for name in GRAPH.layers if GRAPH[name].kind != "input"):
+        whole = GRAPH[layer]
         size = (whole.channels_out, whole.channels_in) if whole.weighted else (whole.shape[0], whole.shape[0])
         points.append(point(layer, 8, *size, forward_s=1.0 + index, backward_s=0.5))
-    measured = measured_by(*points, fingerprint=graph.fingerprint)
-    costs = measured.costs(graph)
-    timeline = simulate(lower(named_plan("data", graph, 8, Speeds((1.0,))), graph), graph, costs)
+    measured = measured_by(*points, fingerprint=GRAPH.fingerprint)
+    costs = measured.costs(GRAPH)
+    timeline = simulate(lower(named_plan("data", GRAPH, 8, Speeds((1.0,))), GRAPH), GRAPH, costs)
     entries = sum(p.numel() for p in TwoConv(6).parameters())
     layers = len(points)
     expected_s = layers * (layers + 1) / 2 + 0.5 * layers + 1e-9 * entries
@@ -239,9 +232,8 @@ def test_single_device_replay_sums_layers_and_optimizer() -> None:
 
 
 def test_replay_includes_overheads_and_synchronised_statistics() -> None:
-    graph = trace(TwoConv(6), torch.zeros(2, 3, 8, 8)).graph
-    measured = measured_by(point(), fingerprint=graph.fingerprint, step_s=0.5, copy_s_per_byte=0.25)
-    assert Measurement.from_toml(measured.to_toml()).costs(graph).overheads == (
+    measured = measured_by(point(), fingerprint=GRAPH.fingerprint, step_s=0.5, copy_s_per_byte=0.25)
+    assert Measurement.from_toml(measured.to_toml()).costs(GRAPH).overheads == (
         Overheads(step_s=0.5, copy_s_per_byte=0.25),
     )
     rows = [point(samples=s, forward_s=s * 1.0) for s in (2, 4)]
@@ -259,6 +251,26 @@ def test_replay_includes_overheads_and_synchronised_statistics() -> None:
 
 
 def test_times_of_another_model_are_refused() -> None:
-    graph = trace(TwoConv(), torch.zeros(2, 3, 8, 8)).graph
     with pytest.raises(MismatchError, match="measure this model"):
-        measured_by(point()).costs(graph)
+        measured_by(point()).costs(GRAPH)
+
+
+def test_unsteady_times_are_reported_and_widen_the_interval() -> None:
+    """Regression: `measure` saw 118 % and did not report it."""
+    calm, wild = (measured_by(point(spread=spread)) for spread in (0.1, 2.36))
+    assert remarks(calm) == []
+    (text,) = remarks(wild)
+    assert "did not repeat" in text
+    assert "100% of its step" in text
+    low, high = (each.errors.devices[0] for each in (calm, wild))
+    assert 1 < low < 1 + 0.1 * OF_REPEATS + 1e-9
+    assert high > 1 + 5 * (low - 1)
+
+
+def test_other_programs_are_reported_and_widen_the_interval() -> None:
+    busy = measured_by(point(), other_load=1.5)
+    text = " ".join(remarks(busy))
+    assert "Other programs ran during the measurement" in text
+    assert "up to 2.5 times as long" in text
+    assert busy.errors.devices[0] >= 2.5
+    assert busy.errors.step([0.9]) > measured_by(point()).errors.step([0.9])

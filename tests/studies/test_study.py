@@ -197,7 +197,7 @@ def test_mixed_fleet_is_simulated():
     )
     for each in results.values():
         assert 0 < each.efficiency < 1.05
-        assert each.memory == memory_of(each.plan, NETS["two-conv"], 64)
+        assert each.memory == memory_of(each.steps, NETS["two-conv"])
         assert each.energy is not None
         # Between all idle and all busy.
         assert 4 + 4 + 2 <= each.energy.step_j / each.energy.step_s <= 15 + 28 + 10

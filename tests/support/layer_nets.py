@@ -1,6 +1,7 @@
 """A small net around one layer of each kind: a splittable convolution before it and one after it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +9,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 from convoy import register_layer
+from convoy.model.graph import Cut
+from convoy.model.operation import PartExtent
+from convoy.model.split_rules import Call, Known
 from tests.support.nets import CLASSES
 
 WIDTH = 8
@@ -62,13 +66,14 @@ class RegisteredStandardised(nn.Conv2d):
         return F.conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
-register_layer(
-    RegisteredStandardised,
-    splits="filters",
-    groups="groups",
-    parameters={"weight": 0, "bias": 0},
-    attributes=("out_channels",),
-)
+def _by_filters(call: Call) -> Known:
+    filters = call.output[1]
+    cut = Cut(1, filters, (None,), {"weight": 0, "bias": 0})
+    scaled = {"out_channels": PartExtent(filters, 0, filters, "weight")}
+    return Known("filters", (cut,), operation=replace(call.operation, attributes=scaled))
+
+
+register_layer(RegisteredStandardised, _by_filters)
 
 
 class Affine(nn.Module):
@@ -127,21 +132,6 @@ class TorchAttention(nn.Module):
         out, weights = self.attend(y, y, y.tanh())
         out = out + weights.mean(2, keepdim=True) if self.weights else out
         return out.transpose(1, 2).unflatten(2, x.shape[2:])
-
-
-class EinsumAttention(nn.Module):
-    """Self-attention by einsum, on 1x1 convolutions."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.q, self.k, self.v = (nn.Conv2d(width, width, 1) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        n, c, h, w = x.shape
-        q, k, v = (p(x).view(n, self.heads, c // self.heads, h * w) for p in (self.q, self.k, self.v))
-        weights = torch.einsum("nhdq,nhdk->nhqk", q, k).softmax(-1)
-        return torch.einsum("nhqk,nhdk->nhdq", weights, v).reshape(n, c, h, w)
 
 
 class Block(nn.Module):
@@ -208,14 +198,12 @@ KEPT: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
     "grouped circular convolution": (lambda: nn.Conv2d(WIDTH, 4, 3, padding=1, groups=4, padding_mode="circular"), (6, 0, 2)),
     "grouped transposed convolution": (lambda: nn.ConvTranspose2d(WIDTH, 12, 3, 2, 1, 1, groups=4), (6, 0, 2)),
     "grouped convolution of computed weights": (lambda: Standardised(WIDTH, 12, 3, padding=1, groups=4), (2, 0, 6)),
-    "grouped registered filters": (lambda: RegisteredStandardised(WIDTH, 12, 3, padding=1, groups=4), (2, 0, 6)),
     "registered channels": (lambda: Affine(WIDTH), (8, 0, 0)),
     "registered groups of channels": (lambda: Affine(WIDTH, 4), (2, 0, 6)),
     "some of the axes": (lambda: Apply(lambda x: x[:, :, ::2, 1:].flip(2).mean(3, keepdim=True)), (5, 0, 3)),
     "sums": (lambda: Apply(lambda x: (x - x.amax((2, 3), keepdim=True)) / x.std(dim=(2, 3), keepdim=True)), (5, 0, 3)),
     "stack": (lambda: Apply(lambda x: torch.stack((x, x.tanh()), 2).flatten(1, 2)), (5, 0, 3)),
     "where": (lambda: Apply(lambda x: torch.where(x > 0.1, x, x * x)), (5, 0, 3)),
-    "einsum attention": (lambda: EinsumAttention(WIDTH, 4), (8, 0, 0)),
 }  # fmt: skip
 
 # Layers with filters of their own: (net, the layer's name, its extent, whether it can sum over channels)

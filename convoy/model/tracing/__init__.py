@@ -33,7 +33,7 @@ from convoy.model.tracing.copies import (
     shared_parameters,
 )
 from convoy.model.tracing.layer_builder import LayerBuilder, canonical_keys, dtype_name, whole
-from convoy.model.tracing.node_values import BATCHES, Spec, Untraceable, across, is_batched, meta_inputs, without_batch
+from convoy.model.tracing.node_values import BATCHES, Spec, Untraceable, is_batched, meta_inputs
 from convoy.model.tracing.python_state import State, StateWatch, changed, modes_of, subtree
 from convoy.model.tracing.tracer import TRACE_LOCK, GivenUp, nodes_of
 from convoy.model.tracing.trials import (
@@ -254,7 +254,7 @@ class _Capture:
         operations: dict[str, Operation] = {name: Operation("input", name) for name in inputs}
         given, values, sizes, flop = self._results()
         outputs, batched = self._read_results(values, sizes)
-        several = not isinstance(values[0], Tensor) or batched[0] is not None or given.own
+        several = not isinstance(values[0], Tensor) or not batched[0] or given.own
         operation = Operation("module", "", tuple(Ref(i) for i in range(len(inputs))))
         if several:
             form = _result_form(values[0], count())
@@ -278,11 +278,10 @@ class _Capture:
         names: tuple[str, ...] = ("model",)
         if several:
             names = tuple(f"model[{i}]" for i in range(len(outputs)))
-            for i, (name, t, axes) in enumerate(zip(names, outputs, batched, strict=True)):
-                shape = tuple(t.shape[1:]) if axes is None else without_batch(t.shape, axes)
+            for i, (name, t, rows) in enumerate(zip(names, outputs, batched, strict=True)):
                 layers[name] = Layer(
-                    name, "pick", ("model",), shape, dtype=dtype_name(t.dtype), differentiable=is_floating(t),
-                    batched=axes is None, batch_axes=axes or (),
+                    name, "pick", ("model",), tuple(t.shape[rows:]), dtype=dtype_name(t.dtype),
+                    differentiable=is_floating(t), batched=rows,
                 )  # fmt: skip
                 operations[name] = Operation("function", operator.getitem, (Ref(0), i))
         graph = Graph(type(model).__name__, layers, names)
@@ -315,10 +314,8 @@ class _Capture:
             return given, values, sizes, counter.get_total_flops() // sum(sizes)
         raise self._does_not_run(errors) from errors[0]
 
-    def _read_results(
-        self, values: Sequence[Any], sizes: list[int]
-    ) -> tuple[list[Tensor], list[tuple[int, ...] | None]]:
-        """Return the tensors of the first result, and for each its `Layer.batch_axes` (None: one row per sample)."""
+    def _read_results(self, values: Sequence[Any], sizes: list[int]) -> tuple[list[Tensor], list[bool]]:
+        """Return the tensors of the first result, and for each whether it has one row per sample."""
         name = type(self.model).__name__
         small, *others = (tensors_of(value) for value in values)
         forms = {repr(_result_form(value, count())) for value in values}  # as text: NaN does not equal itself
@@ -329,14 +326,15 @@ class _Capture:
                 "of tensors"
             )
         if not others:
-            return small, [None if t.shape[:1] == (sizes[0],) else () for t in small]
+            return small, [t.shape[:1] == (sizes[0],) for t in small]
         pairs = list(zip(small, others[0], strict=True))
-        if any(a.shape != b.shape and not across((a, b), tuple(sizes)) for a, b in pairs):
+        batched = [is_batched(pair, tuple(sizes)) for pair in pairs]
+        if any(a.shape != b.shape and not rows for (a, b), rows in zip(pairs, batched, strict=True)):
             raise InputError(
-                f"{name} returns a tensor whose size depends on the batch size, but does not equal it: return one row per "
-                "sample, one value for the batch, or a value for each pair of samples"
+                f"{name} returns a tensor whose size depends on the batch size, but not one row per sample (such as values for "
+                "all pairs of samples): return rows of samples, or one value for the batch, and compute the rest from these"
             )
-        return small, [None if is_batched(pair, tuple(sizes)) else across(pair, tuple(sizes)) for pair in pairs]
+        return small, batched
 
     def _check_batch_axis(self) -> None:
         shapes = [(tuple(e.shape), e.dtype) for e in self.examples]

@@ -20,14 +20,11 @@ from convoy.model.tracing.effects import IN_PLACE, batch_norm_of, called, draws_
 from convoy.model.tracing.node_values import (
     BATCHES,
     NodeValues,
-    Pair,
     Spec,
     Untraceable,
-    across,
     is_batched,
     is_form,
     mentions_batch,
-    without_batch,
 )
 from convoy.model.tracing.python_state import is_of_user, subtree
 from convoy.model.tracing.supported_layers import known
@@ -132,62 +129,64 @@ class LayerBuilder:
                     self._emit(read, [*above, group])
         if len(group) > 1 or node in self.values.odd:
             self._add_region(group)
-        elif tensors_of(self.values[node][0]) and not is_form(node) and not self._is_inside(node):
-            self._add(node)
+        elif tensors_of(self.values[node][0]) and not is_form(node):
+            # A parameter or buffer that only batch norms read, or one region, belongs to their layers.
+            regions = [self._members.get(user) for user in node.users]
+            of_region = bool(regions) and regions[0] is not None and all(each is regions[0] for each in regions)
+            of_norms = bool(regions) and all(user in self._norms for user in node.users)
+            if node.op != "get_attr" or not (of_region or of_norms):
+                self._add(node)
         self._done.update(group)
-
-    def _is_inside(self, node: fx.Node) -> bool:
-        """Return whether only batch norms, or one region, read a parameter or buffer. Then it belongs to their layers."""
-        if node.op != "get_attr" or not node.users:
-            return False
-        first, *others = (self._members.get(user) for user in node.users)
-        of_region = first is not None and all(group is first for group in others)
-        return of_region or all(user in self._norms for user in node.users)
 
     def _add(self, node: fx.Node) -> None:
         source = self.values.reads[node].get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
         if node.target is operator.getitem and source in self._items:
-            self._pick(node, *self._items[source])
+            (of, items), index = self._items[source], node.args[1]
+            parts = (index.start, index.stop, index.step) if isinstance(index, slice) else ()
+            if isinstance(index, slice) and not any(isinstance(part, fx.Node) for part in parts):
+                self._items[node] = (of, items[index])  # several tensors
+            elif isinstance(index, int):
+                self._names[node] = self._item(of, items[index])
+            else:
+                raise Untraceable(f"{node.name} picks by something else than a number", node.meta["where"])
             return
         refs: list[str] = []
         operation = self._operation(node, *self._arguments(node, refs, {}))
         path = str(node.target) if node.op in ("call_module", "get_attr") else self._norms.get(node)
         name = self._unused_name(path or node.name)
         parameters = self._parameters(node, name)
-        layer = Layer(name, "opaque", tuple(refs), (), parameters, flop=self.values.flop[node])
-        layer = self._with_shape(node, layer)
+        small, large = self.values[node]
+        several, first = not isinstance(small, Tensor), tensors_of(small)[0]
+        if several:
+            fixed = all(isinstance(a, Tensor) and a.shape == b.shape for a, b in zip(small, large, strict=True))
+            batched = not fixed or any(self._layers[i].batched for i in refs)
+        else:
+            batched = is_batched((small, large))
+        layer = Layer(
+            name, "opaque", tuple(refs), tuple(first.shape[batched:]), parameters, flop=self.values.flop[node],
+            dtype=dtype_name(first.dtype), differentiable=self.values.passes_gradient(node), several=several, batched=batched,
+        )  # fmt: skip
         found = self._known(node, operation, layer)
         operation = found.operation or operation
         layer = replace(
             layer, kind=found.kind, groups=found.groups, axis=found.axis, statistics=found.statistics, cuts=found.cuts
         )
         layer = self._with_samples(node, operation, layer, found)
-        self._names[node], self._shown[name] = name, self.values[node][0]
+        self._names[node], self._shown[name] = name, small
         self._layers[name], self._operations[name] = layer, operation
         if not found.trusted:
             check_cuts(self.model, layer, operation, self._trial_inputs(layer), found.like)
         if layer.several:
-            self._items[node] = (name, range(len(self.values[node][0])))
+            self._items[node] = (name, range(len(small)))
 
-    def _pick(self, node: fx.Node, name: str, items: Sequence[int]) -> None:
-        """Handle `outputs[i]` (one tensor) or `outputs[i:j]` (several tensors)."""
-        index = node.args[1]
-        if isinstance(index, slice) and not any(isinstance(a, fx.Node) for a in (index.start, index.stop, index.step)):
-            self._items[node] = (name, items[index])
-        elif isinstance(index, int):
-            self._names[node] = self._item(name, items[index])
-        else:
-            raise Untraceable(f"{node.name} picks by something else than a number", node.meta["where"])
-
-    def _item(self, name: str, item: int, of_batch: Pair | None = None) -> str:
-        """Return the layer that picks one tensor of a layer's output. `of_batch`: its values if they are not per sample."""
+    def _item(self, name: str, item: int, *, of_batch: bool = False) -> str:
+        """Return the layer that picks one tensor of a layer's output. `of_batch`: it is one value for the global batch."""
         picked = f"{name}[{item}]"
         if picked not in self._layers:
             source, small = self._layers[name], self._shown[name][item]
-            batched, axes = source.batched and of_batch is None, across(of_batch) if of_batch is not None else ()
+            batched = source.batched and not of_batch
             self._layers[picked] = Layer(
-                picked, "pick", (name,), tuple(small.shape[1:]) if batched else without_batch(small.shape, axes),
-                dtype=dtype_name(small.dtype), batched=batched, batch_axes=axes,
+                picked, "pick", (name,), tuple(small.shape[batched:]), dtype=dtype_name(small.dtype), batched=batched,
                 differentiable=source.differentiable and is_floating(small),
             )  # fmt: skip
             self._operations[picked] = Operation("function", operator.getitem, (Ref(0), item))
@@ -239,8 +238,7 @@ class LayerBuilder:
         self._layers[name] = self._tried(operation, layer, paths, why, mixes=mixes)
         self._operations[name], self._shown[name] = operation, tuple(small) if several else small[0]
         for i, node in enumerate(gives):
-            of_batch = values[node] if node in values.of_batch else None
-            self._names[node] = self._item(name, i, of_batch) if several else name
+            self._names[node] = self._item(name, i, of_batch=node in values.of_batch) if several else name
 
     def _arguments(self, node: fx.Node, refs: list[str], at: dict[fx.Node, Ref]) -> tuple[Any, Any]:
         """Return a call's arguments with placeholders. Add the layers that it reads to `refs`; `at`: values in its region."""
@@ -330,21 +328,6 @@ class LayerBuilder:
             result[key] = Parameter(full, tuple(tensor.shape), trainable, is_buffer)
             self._uses.setdefault(full, []).append(name)
         return result
-
-    def _with_shape(self, node: fx.Node, layer: Layer) -> Layer:
-        """Return the layer with its dtype, shape per sample, and whether it has a batch axis."""
-        small, large = self.values[node]
-        first = tensors_of(small)[0]
-        layer = replace(
-            layer, dtype=dtype_name(first.dtype), differentiable=self.values.passes_gradient(node),
-            several=not isinstance(small, Tensor),
-        )  # fmt: skip
-        if layer.several:
-            fixed = all(isinstance(a, Tensor) and a.shape == b.shape for a, b in zip(small, large, strict=True))
-            batched = not fixed or any(self._layers[i].batched for i in layer.inputs)
-        else:
-            batched = is_batched((small, large))
-        return replace(layer, shape=tuple(first.shape[1:] if batched else first.shape), batched=batched)
 
     def _with_samples(self, node: fx.Node, operation: Operation, layer: Layer, found: Known) -> Layer:
         """Return the layer, with the information whether it draws random numbers and whether samples are independent."""

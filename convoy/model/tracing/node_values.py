@@ -369,10 +369,10 @@ class NodeValues:
         if is_batched(pair):
             return ""
         if small.shape != large.shape:
-            if axes := across(pair):
-                self.of_batch.add(node)
-                if len(axes) > 1:
-                    self.mixing.add(node)
+            if (
+                sum(a != b for a, b in zip(small.shape, large.shape, strict=False)) > 1
+            ):  # values for all pairs of samples
+                self.mixing.add(node)
             return odd or f"the first axis of {node.name} is not the batch"
         if node in self._of_samples:
             self.of_batch.add(node)
@@ -424,21 +424,6 @@ def is_batched(pair: tuple[Any, Any], sizes: tuple[int, ...] = BATCHES) -> bool:
     if not (isinstance(small, Tensor) and isinstance(large, Tensor)) or small.dim() == 0 or small.dim() != large.dim():
         return False
     return (small.shape[0], large.shape[0]) == sizes and small.shape[1:] == large.shape[1:]
-
-
-def across(pair: tuple[Any, Any], sizes: tuple[int, ...] = BATCHES) -> tuple[int, ...]:
-    """Return the axes whose length is the batch size in both evaluations; () if another axis differs."""
-    small, large = pair
-    if small.dim() != large.dim():
-        return ()
-    extents = enumerate(zip(small.shape, large.shape, strict=True))
-    differing = [(axis, each) for axis, each in extents if each[0] != each[1]]
-    return tuple(axis for axis, _ in differing) if all(each == sizes for _, each in differing) else ()
-
-
-def without_batch(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
-    """Return `Layer.shape` for a value of the global batch, with 1 for the batch axes."""
-    return tuple(1 if axis in axes else extent for axis, extent in enumerate(shape))
 
 
 def mentions_batch(arg: Any) -> bool:

@@ -4,7 +4,7 @@ A rule examines the arguments of a call. `register_layer` adds rules for other l
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -105,10 +105,22 @@ def symmetric_padding(conv: Any) -> tuple[int, ...] | None:
     return tuple(conv.padding)
 
 
+def _rule_for(*layers: str | type[nn.Module]) -> Callable[[Rule], Rule]:
+    """Register a rule for functions and methods of these names, and for these module classes."""
+
+    def register(rule: Rule) -> Rule:
+        FUNCTIONS.update({each: rule for each in layers if isinstance(each, str)})
+        MODULES.update({each: rule for each in layers if not isinstance(each, str)})
+        return rule
+
+    return register
+
+
 def _plain(call: Call) -> bool:
     return is_alone(call) and len(call.operation.args) + len(call.operation.kwargs) == 1
 
 
+@_rule_for(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 def _convolution(call: Call) -> Known | None:
     m: Any = call.module
     if not _plain(call) or len(call.inputs[0]) != len(m.kernel_size) + 2:
@@ -116,15 +128,18 @@ def _convolution(call: Call) -> Known | None:
     return Known("conv_transpose" if m.transposed else "conv", groups=m.groups)
 
 
+@_rule_for(nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 def _linear(call: Call) -> Known | None:
     return Known("linear") if _plain(call) else None
 
 
+@_rule_for(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 def _batch_norm(call: Call) -> Known | None:
     m: Any = call.module
     return Known("batch_norm", statistics=m.training or m.running_mean is None) if _plain(call) else None
 
 
+@_rule_for(nn.PReLU)
 def _prelu(call: Call) -> Known | None:
     m: Any = call.module
     if not _plain(call) or len(call.inputs[0]) < 2:
@@ -132,6 +147,7 @@ def _prelu(call: Call) -> Known | None:
     return Known("parts", (Cut(1, call.inputs[0][1], (1,), {"weight": 0} if m.num_parameters > 1 else {}),))
 
 
+@_rule_for(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 def _instance_norm(call: Call) -> Known | None:
     m: Any = call.module
     if not _plain(call) or len(call.inputs[0]) != int(type(m).__name__[-2]) + 2:
@@ -154,11 +170,13 @@ def _of_channels(axes_behind: int) -> Rule:
     return rule
 
 
+@_rule_for("cat", "concat", "concatenate")
 def _cat(call: Call) -> Known | None:
     axis = call.argument(1, "dim", call.argument(1, "axis", 0))
     return Known("cat", axis=axis % len(call.output)) if isinstance(axis, int) else None
 
 
+@_rule_for("stack")
 def _stack(call: Call) -> Known | None:
     new = call.argument(1, "dim", 0)
     if not isinstance(new, int) or not all(call.batched) or not (new := new % len(call.output)):
@@ -198,12 +216,14 @@ def _along(place: int, name: str, default: int | None = None) -> Rule:
     return rule
 
 
+@_rule_for("layer_norm", "rms_norm", nn.LayerNorm, nn.RMSNorm)
 def _layer_norm(call: Call) -> Known | None:
     """Cut the axes before the normalised ones, which are also the axes of the parameters."""
     shape: Any = getattr(call.module, "normalized_shape", None) or call.argument(1, "normalized_shape")
     return _apart(call, range(-len(shape), 0)) if isinstance(shape, tuple | list) and shape else None
 
 
+@_rule_for("sum", "mean", "amax", "amin", "var", "std", "prod", "logsumexp", "any", "all")
 def _reduction(call: Call) -> Known | None:
     """Cut the axes that sum(x, dim) keeps."""
     x, y = call.inputs[0], call.output
@@ -217,6 +237,7 @@ def _reduction(call: Call) -> Known | None:
     return Known("parts", tuple(Cut(a if kept else a - sum(r < a for r in axes), x[a], (a,)) for a in free))
 
 
+@_rule_for("group_norm")
 def _group_norm(call: Call) -> Known | None:
     groups, x, operation = call.argument(1, "num_groups"), call.inputs[0], call.operation
     if not isinstance(groups, int) or len(operation.args) < 2:
@@ -226,6 +247,7 @@ def _group_norm(call: Call) -> Known | None:
     return Known("parts", (Cut(1, groups, cut_with_parameters(call, 1, x[1])),), operation=changed)
 
 
+@_rule_for("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis")
 def _permuted(call: Call) -> Known | None:
     """Cut the axes that permute, transpose or movedim move."""
     x, rest, kwargs = call.inputs[0], call.operation.args[1:], call.operation.kwargs
@@ -243,6 +265,7 @@ def _permuted(call: Call) -> Known | None:
     return Known("parts", tuple(Cut(to, x[a], (a,)) for to, a in enumerate(order) if a)) if order[0] == 0 else None
 
 
+@_rule_for("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", nn.Flatten, nn.Unflatten)
 def _reshaped(call: Call) -> Known | None:
     """Cut an axis that becomes several, or the first of several that become one (view, reshape, unflatten)."""
     x, y, args = call.inputs[0], call.output, call.operation.args
@@ -284,6 +307,7 @@ def _regrouped(x: Shape, y: Shape) -> Iterable[Cut]:
             yield Cut(second, parts, (first,))
 
 
+@_rule_for("pixel_shuffle", "pixel_unshuffle", "unfold", "fold", nn.PixelShuffle, nn.PixelUnshuffle, nn.Unfold, nn.Fold)
 def _blocks(call: Call) -> Known | None:
     """Cut the channels of pixel shuffle and unfold, in which blocks of channels stay together and in order."""
     x, y = call.inputs[0], call.output
@@ -294,6 +318,7 @@ def _blocks(call: Call) -> Known | None:
     return Known("parts", (Cut(1, parts, (1,)),)) if x[1] % parts == 0 and y[1] % parts == 0 else None
 
 
+@_rule_for("pad")
 def _pad(call: Call) -> Known | None:
     widths, x = call.argument(1, "pad"), call.inputs[0]
     if not isinstance(widths, tuple | list) or not is_alone(call):
@@ -308,6 +333,7 @@ def _pad(call: Call) -> Known | None:
     return Known("parts", tuple(Cut(a, x[a], (a,)) for a in range(1, len(x)) if a not in padded))
 
 
+@_rule_for("getitem")
 def _item(call: Call) -> Known | None:
     """Cut the axes that an index such as x[:, :, ::2] does not change."""
 
@@ -334,46 +360,22 @@ def _item(call: Call) -> Known | None:
     return Known("parts", tuple(cuts[1:])) if cuts and cuts[0].axis == 0 and cuts[0].inputs == (0,) else None
 
 
-def _einsum(call: Call) -> Known | None:
-    equation = call.argument(0, "equation")
-    if not isinstance(equation, str) or "->" not in equation or "." in equation:
-        return None
-    read, _, written = equation.replace(" ", "").partition("->")
-    operands: Any = call.operation.args[1:]
-    operands = operands[0] if len(operands) == 1 and isinstance(operands[0], tuple | list) else operands
-    letters: list[str] = [""] * len(call.inputs)
-    for operand, own in zip(operands, read.split(","), strict=True):
-        if not isinstance(operand, Ref) or letters[operand.index] not in ("", own) or len(set(own)) < len(own):
-            return None
-        letters[operand.index] = own
-    return _product(call, letters, written)
-
-
-def _product(call: Call, letters: Sequence[str], written: str) -> Known | None:
-    """Cut an einsum by the letters of its output (`written`), given the letters of each operand."""
-    batch = written[0]
-    for own, batched in zip(letters, call.batched, strict=True):
-        if not own or (own[0] == batch) != batched or batch in own[1:]:
-            return None
-    axes = ((axis, letter) for axis, letter in enumerate(written) if axis)
-    cuts = (Cut(a, call.output[a], tuple(own.find(i) if i in own else None for own in letters)) for a, i in axes)
-    return Known("parts", tuple(cuts))
-
-
+@_rule_for("matmul", "bmm")
 def _matmul(call: Call) -> Known | None:
     if len(call.inputs) != 2 or tuple(call.operation.args[:2]) != (Ref(0), Ref(1)):
         return None
-    x, w = call.inputs
+    (x, w), axis = call.inputs, len(call.output) - 1
     if call.batched == (True, False) and len(w) == 2:
         # Like a fully connected layer: the columns are filters.
-        axis = len(call.output) - 1
         return Known("filters", (Cut(axis, call.output[axis], (None, 1)),)) if len(x) > 1 else None
     if call.batched != (True, True) or len(x) != len(w) or len(x) < 3 or x[1:-2] != w[1:-2]:
         return None
-    outer = "bcdefgh"[: len(x) - 2]
-    return _product(call, [f"{outer}ik", f"{outer}kj"], f"{outer}ij")
+    outer = tuple(Cut(a, call.output[a], (a, a)) for a in range(1, axis - 1))
+    rows, columns = Cut(axis - 1, call.output[axis - 1], (axis - 1, None)), Cut(axis, call.output[axis], (None, axis))
+    return Known("parts", (*outer, rows, columns))
 
 
+@_rule_for("scaled_dot_product_attention")
 def _attention(call: Call) -> Known | None:
     """Cut the heads of scaled_dot_product_attention, whose inputs are (N, heads, positions, entries)."""
     q, y = call.inputs[0], call.output
@@ -393,6 +395,7 @@ def _attention(call: Call) -> Known | None:
     return Known("parts", tuple(cuts))
 
 
+@_rule_for("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
 def _with_weight(call: Call) -> Known | None:
     """Cut conv2d(x, w) and linear(x, w) by the filters of w, which is or depends only on parameters."""
     weight, bias = call.input_at(1, "weight"), call.input_at(2, "bias")
@@ -423,50 +426,21 @@ def _with_weight(call: Call) -> Known | None:
 
 
 _ALONE = SplitRule("entries")
-_ALONG = ("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp")
-_SUMS = ("sum", "mean", "amax", "amin", "var", "std", "prod", "logsumexp", "any", "all")
-_CONVOLVED = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
+_SOFTMAX = _along(1, "dim")
 
 FUNCTIONS.update(
     {
         **dict.fromkeys(_ENTRIES, _ALONE),
         **{name: _of_channels(n) for name, n in _CHANNELS.items()},
         **dict.fromkeys(_JOINS, lambda call: Known("join") if len(call.inputs) > 1 else _ALONE(call)),
-        **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
-        "stack": _stack,
-        **dict.fromkeys(_ALONG, _along(1, "dim")),
+        **dict.fromkeys(("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp"), _SOFTMAX),
         "normalize": _along(2, "dim", 1),
         "flip": _along(1, "dims"),
         "roll": _along(2, "dims"),
-        **dict.fromkeys(_SUMS, _reduction),
-        **dict.fromkeys(("layer_norm", "rms_norm"), _layer_norm),
-        "group_norm": _group_norm,
-        **dict.fromkeys(("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis"), _permuted),
-        **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"), _reshaped),
-        **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle", "unfold", "fold"), _blocks),
-        "pad": _pad,
-        "getitem": _item,
-        "einsum": _einsum,
-        **dict.fromkeys(("matmul", "bmm"), _matmul),
-        "scaled_dot_product_attention": _attention,
-        **dict.fromkeys(_CONVOLVED, _with_weight),
     }
 )
-_modules: dict[type[nn.Module], Rule] = {
-    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _convolution),
-    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _convolution),
-    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), _batch_norm),
-    nn.Linear: _linear,
-    nn.modules.linear.NonDynamicallyQuantizableLinear: _linear,  # in nn.MultiheadAttention
-    nn.GroupNorm: SplitRule("channels", groups="num_groups", attributes=("num_channels",)),
-    **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _instance_norm),
-    nn.PReLU: _prelu,
-    **dict.fromkeys((nn.Softmax, nn.LogSoftmax, nn.Softmin), _along(1, "dim")),
-    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), _layer_norm),
-    **dict.fromkeys((nn.Flatten, nn.Unflatten), _reshaped),
-    **dict.fromkeys((nn.PixelShuffle, nn.PixelUnshuffle, nn.Unfold, nn.Fold), _blocks),
-}
-MODULES.update(_modules)
+MODULES.update(dict.fromkeys((nn.Softmax, nn.LogSoftmax, nn.Softmin), _SOFTMAX))
+MODULES[nn.GroupNorm] = SplitRule("channels", groups="num_groups", attributes=("num_channels",))
 # torch's other modules have the names of the functions they call: AvgPool2d calls "avg_pool2d".
 _BY_NAME = {name.replace("_", ""): FUNCTIONS[name] for name in (*_ENTRIES, *_CHANNELS)}
 for _class in vars(nn).values():

@@ -171,8 +171,15 @@ class _Tracer(fx.Tracer):
         if threading.get_ident() != self._thread or self.sizes.evaluating:
             return forward(*args, **kwargs)
         self._refuse_surroundings(sys._getframe(1))
-        path = self.path_of_module(m)
-        why = self._why_whole(m, path)
+        path, why = self.path_of_module(m), None  # "": it stays whole, and no reason is reported
+        if path in self.whole or path in self.given_up:
+            why = self.whole.get(path, "")
+        elif name := replaced_by_hand(m):
+            why = f"its {name} was replaced by hand"
+        elif type(m) in MODULES:
+            why = ""
+        elif has_hooks(m):
+            why = "it has hooks"
         if why:
             self.whole[path] = why
         # A parametrized weight is computed in separate layers, so the trace enters the module.
@@ -189,16 +196,6 @@ class _Tracer(fx.Tracer):
         # The rest of this trace only shows which other modules must stay whole.
         self.module_stack, self._is_leaf = stack, True
         return super().call_module(m, forward, args, kwargs)
-
-    def _why_whole(self, m: nn.Module, path: str) -> str | None:
-        """Return why a module stays whole without a trial ("" if no reason is reported); None if its forward can be tried."""
-        if path in self.whole or path in self.given_up:
-            return self.whole.get(path, "")
-        if name := replaced_by_hand(m):
-            return f"its {name} was replaced by hand"
-        if type(m) in MODULES:
-            return ""
-        return "it has hooks" if has_hooks(m) else None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002
         return self._is_leaf  # `call_module` has decided
