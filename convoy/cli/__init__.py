@@ -5,11 +5,12 @@
     options.py         the typer app, options shared by verbs, and options made from the list of settings
     scripts.py         run
     training.py        train, join, leave, stop, demo, report
-    plan_verbs.py      measure, plan, predict
+    measuring.py       measure
+    plan_verbs.py      plan, predict
     fleet_commands.py  emulate, doctor; fleet init, show, setup, key
 
-    train_job.py       runs `convoy train` on one device, with the parts that train_parts.py builds
-    joining.py         joins a running job, and admits devices there
+    train_job.py       starts `convoy train` on one device, at the start of a job or joining it (joining.py)
+    train_session.py   runs the training that train_parts.py builds
     reporter.py        screen, log and loggers of a training
 
 The verbs import torch and the work only when they run, so that --help is quick.
@@ -23,7 +24,7 @@ from types import FrameType
 
 # isort: off
 # Each adds its verbs; --help lists them in this order.
-from convoy.cli import scripts, training, plan_verbs, fleet_commands  # noqa: F401
+from convoy.cli import scripts, training, measuring, plan_verbs, fleet_commands  # noqa: F401
 
 # isort: on
 from convoy.cli.options import app

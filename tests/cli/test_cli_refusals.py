@@ -58,7 +58,7 @@ def test_plan_file_that_does_not_fit_is_refused(
     for step in (
         "convoy.launch.local.launch_local",
         "convoy.measure.planning.measure_speeds",
-        "convoy.cli.train_job.fit",
+        "convoy.cli.train_session.fit",
     ):
         monkeypatch.setattr(step, lambda *_, **__: pytest.fail("it went on"))
     status = convoy_in_process(monkeypatch, ["train", *TINY, *options, "--plan", str(plan_file)])
@@ -136,7 +136,7 @@ def test_bad_input_is_refused_before_anything_starts(
     for step in (
         "convoy.launch.local.launch_local",
         "convoy.measure.planning.measure_speeds",
-        "convoy.cli.train_job.fit",
+        "convoy.cli.train_session.fit",
     ):
         monkeypatch.setattr(step, lambda *_, **__: pytest.fail("it went on"))
     (tmp_path / "EMPTY").mkdir()

@@ -237,7 +237,7 @@ ODD: list[tuple[list[str], str]] = [
 def test_odd_values_are_refused_in_one_bounded_line(
     options: Sequence[str], words: str, convoy: Callable[..., Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("convoy.cli.train_job.fit", lambda *_, **__: pytest.fail("it went on"))
+    monkeypatch.setattr("convoy.cli.train_session.fit", lambda *_, **__: pytest.fail("it went on"))
     speeds = [] if options[0] in ("--speeds", "--devices") else ["--speeds", "1"]
     argv = [*TINY[:8], *speeds, *options, *([] if options[0] == "--log" else ["--log", "none"])]
     assert words in refused(convoy("train", *argv))

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from convoy.cli.joining import TrainAdmission, join_addresses, run_of
+from convoy.cli.admitting import TrainAdmission, join_addresses
+from convoy.cli.joining import run_of
 from convoy.comm.environment import LISTENER
 from convoy.comm.processes import JoinedGroup
 from convoy.config.run_file import RunSettings, resolve_settings, to_toml

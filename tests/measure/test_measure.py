@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from convoy.cli.plan_verbs import check_measure, measure_device
+from convoy.cli.measuring import check_measure, measure_device
 from convoy.comm.group import AloneGroup, Group
 from convoy.config.run_file import resolve_settings
 from convoy.config.train_options import Settings

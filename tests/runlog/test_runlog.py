@@ -90,7 +90,7 @@ def test_unwritable_folder_is_refused_before_training(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CONVOY_RUNS", str(tmp_path / "file"))
-    monkeypatch.setattr("convoy.cli.train_job.fit", lambda *_, **__: pytest.fail("it went on"))
+    monkeypatch.setattr("convoy.cli.train_session.fit", lambda *_, **__: pytest.fail("it went on"))
     assert train(monkeypatch, *TINY) == 2
     assert re.search(r"cannot make the folder .*file is no folder; give --log FILE, or", capsys.readouterr().err)
 
