@@ -22,16 +22,7 @@ from convoy.plan.presets import AUTO
 from convoy.planner.request import PlanOptions
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import compute_in, dtype_named
-from convoy.train.adopt import (
-    AdoptedLoader,
-    batch_size_of,
-    check_prepared,
-    first_samples,
-    in_batches,
-    local_loader,
-    rebind,
-    state_rows,
-)
+from convoy.train import adopt
 from convoy.train.loader import Loader
 
 __all__ = ["Plans", "distribute", "is_first", "loader", "make_plan", "make_plans", "prepare", "print"]
@@ -81,33 +72,33 @@ def prepare(
         the distributed model, the optimizer, the loader, and `more` loaders, in this order.
 
     Raises:
-        InputError: an optimizer of another model, a loader whose batches cannot be split, a model that does not run.
-        PlanError: a plan that does not fit.
+        InputError: an optimizer of another model, a loader whose batches cannot be split, a model that does not run; as
+            PlanError: a plan that does not fit.
         MismatchError: the devices were started differently.
         DeviceLostError: a device did not come, or did not answer.
     """
     global _group
     precision, slowdown = options.get("precision", "float32"), options.get("slowdown", 1.0)
     dtype_named(precision)
-    check_prepared(model, optimizer, loader, more)
-    source = in_batches(loader, batch_size)
+    adopt.check_prepared(model, optimizer, loader, more)
+    source = adopt.in_batches(loader, batch_size)
     if group is None:
         group = _group = _group if _group is not None and _group.failure is None else join()
-    example = first_samples(source)
+    example = adopt.first_samples(source)
     state = "adam"
     if optimizer is None or isinstance(optimizer, torch.optim.SGD):
         state = "sgd-momentum" if optimizer is None or optimizer.defaults.get("momentum", 0) else "sgd"
-    made = make_plans(model, example, batch_size_of(source), group, plan, optimizer=state, **options)[0]
+    made = make_plans(model, example, adopt.batch_size_of(source), group, plan, optimizer=state, **options)[0]
     names: dict[Tensor, str] = {parameter: name for name, parameter in unwrapped(model).named_parameters()}
-    before = {} if optimizer is None else state_rows(optimizer, names)
+    before = {} if optimizer is None else adopt.state_rows(optimizer, names)
     part = Distributed(model, made, group, example, slowdown=slowdown, cuda_graphs=cuda_graphs, takes_over=True)
     compute_in(part, precision)
     _print_unsplit(part)
     part.takes_whole = not parts
     if optimizer is not None:
-        rebind(optimizer, names, before, part)
-    adopt = local_loader if parts else AdoptedLoader
-    return (part, optimizer, *(adopt(each, part) for each in (source, *more)))
+        adopt.rebind(optimizer, names, before, part)
+    adopted = adopt.local_loader if parts else adopt.AdoptedLoader
+    return (part, optimizer, *(adopted(each, part) for each in (source, *more)))
 
 
 def _print_unsplit(part: Distributed) -> None:
@@ -146,11 +137,6 @@ def make_plan(
         example: one batch of each input; only shape and dtype matter.
         batch: global batch, in samples.
         options: see `PlanOptions`: speeds, reduce, wire, outputs, fleet, budget_s, precision, slowdown, ...
-
-    Raises:
-        InputError, PlanError: an unknown name (the choices are listed), a batch below 1, speeds that do not fit; no plan
-            that fits the devices' memory.
-        DeviceLostError: a device did not answer while speeds were shared.
     """
     return make_plans(model, example, batch, group, name, **options)[0]
 
@@ -172,9 +158,6 @@ def distribute(
             Weights and messages keep their type. With fp16, use `convoy.GradScaler` for the loss.
         cuda_graphs: on NVIDIA GPUs, launch runs of layers as CUDA graphs. It is faster if the host is the limit, and keeps
             the memory of the activations between steps. Other devices ignore it.
-
-    Raises:
-        InputError, PlanError, MismatchError: see `Distributed` and `compute_in`.
     """
     part = Distributed(model, plan, group, example, slowdown=slowdown, cuda_graphs=cuda_graphs)
     compute_in(part, precision)

@@ -1,31 +1,15 @@
-"""The errors that Convoy raises on purpose.
-
-::
-
-    ConvoyError            base class
-    ├── InputError         unusable user input: a name, a number, a file, a plan
-    │   ├── PlanError      a plan that does not fit the model, the devices or itself
-    │   └── DataError      images that are missing, truncated or do not match their checksum
-    ├── DivergedError      the loss is NaN or infinite, and training should stop there
-    ├── MismatchError      the devices of one job have different models, plans or versions
-    └── DeviceLostError    a device died, froze or left; the message names it
-
-Every message gives the value, the rule and the remedy. No message is longer than a screen.
-"""
+"""The errors that Convoy raises on purpose. Every message gives the value, the rule and the remedy, within one screen."""
 
 import difflib
 from collections.abc import Iterable
 from typing import Self
 
-MOST_SHOWN = 200
-"""Largest number of characters that a message shows of a value."""
-
-MOST_LINE, MOST_LINES = 1500, 60
-"""Largest number of characters of a line in a message, and of lines."""
+MOST_SHOWN = 200  # characters that a message shows of a value
+MOST_LINE, MOST_LINES = 1500, 60  # characters of a line in a message, and lines
 
 
 def shown(value: object) -> str:
-    """Return a value's text for a message, such as its repr; at most about `MOST_SHOWN` characters."""
+    """Return a value's text for a message, at most about `MOST_SHOWN` characters."""
     try:
         text = repr(value) if isinstance(value, str | bytes | int | float | list | tuple | dict | None) else str(value)
     except (RecursionError, ValueError):  # nested too deeply, or an integer of more than 4,300 digits
@@ -66,7 +50,7 @@ class ConvoyError(Exception):
 
 
 class InputError(ConvoyError, ValueError):
-    """Unusable user input."""
+    """Unusable user input: a name, a number, a file, a plan."""
 
 
 class PlanError(InputError):

@@ -18,14 +18,9 @@ from typing import Any
 
 from convoy.errors import InputError, shown
 
-MOST_TEXT_BYTES = 64 << 20
-"""Largest text file to read: no plan, fleet, measurement or run file is larger."""
-
-MOST_DEPTH = 100
-"""Deepest nesting of tables and lists to read; Convoy's own files need six levels."""
-
-LEFT_BEHIND_S = 60.0
-"""Age after which an unfinished file counts as left behind by a killed process."""
+MOST_TEXT_BYTES = 64 << 20  # no plan, fleet, measurement or run file is larger
+MOST_DEPTH = 100  # levels of tables and lists; Convoy's own files need six
+LEFT_BEHIND_S = 60.0  # age after which an unfinished file counts as left behind by a killed process
 
 _TOO_DEEP = f"it is nested deeper than {MOST_DEPTH} levels"
 
@@ -66,17 +61,15 @@ def cache_folder() -> Path:
 
 def unwritable(folder: Path) -> str:
     """Return why no file can be created in a folder, which may not exist yet; an empty text if one can."""
-    for near in (folder.absolute(), *folder.absolute().parents):
-        try:
-            is_folder = stat.S_ISDIR(near.stat().st_mode)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except (OSError, ValueError) as error:
-            return getattr(error, "strerror", None) or str(error)
-        if not is_folder:
-            return f"{near} is no folder"
-        return "" if os.access(near, os.W_OK) else f"{near} cannot be written"
-    return f"{folder} has no parent"
+    near = folder.absolute()
+    try:
+        while not near.exists():
+            near = near.parent
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    if not near.is_dir():
+        return f"{near} is no folder"
+    return "" if os.access(near, os.W_OK) else f"{near} cannot be written"
 
 
 def read_text(
@@ -108,11 +101,7 @@ def parse_toml(text: str, source: str, remedy: str = "correct that line") -> dic
 
 
 def parse_json(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse JSON. ValueError: not JSON, or nested deeper than `MOST_DEPTH`.
-
-    Args:
-        pairs: builds an object from its (name, value) pairs; default: a dict.
-    """
+    """Parse JSON. ValueError: not JSON, or nested deeper than `MOST_DEPTH`. `pairs` builds objects; default: dicts."""
     try:
         value = json.loads(text, object_pairs_hook=pairs)
     except RecursionError:

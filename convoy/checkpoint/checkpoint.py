@@ -8,7 +8,6 @@ import json
 import math
 import os
 import shlex
-import shutil
 import time
 import warnings
 import weakref
@@ -92,9 +91,6 @@ class Contents:
                 )
 
 
-# --- saving ----------------------------------------------------------------------------------------------------------
-
-
 def save_checkpoint(
     folder: Path | str,
     model: nn.Module,
@@ -119,8 +115,7 @@ def save_checkpoint(
         others: objects whose state is saved, by name: schedule=, scaler=, loader= (its position and random states), ...
 
     Raises:
-        InputError: the checkpoint cannot be written, another run writes into the folder, or a value has no form in JSON.
-            Raised on every device.
+        InputError: it cannot be written, another run writes into the folder, or a value has no form in JSON; on every device.
         MismatchError: the devices are at different steps.
     """
     contents = Contents(model, optimizer, others, settings)
@@ -136,8 +131,7 @@ def try_to_save(
 ) -> tuple[Path | None, str]:
     """Save like `save_checkpoint`, but if writing fails, return (None, reason) on every device instead of raising.
 
-    Args:
-        report: called on device 0 with a line of text if old checkpoints could not be removed.
+    Device 0 calls `report` with a line of text if old checkpoints could not be removed.
     """
     shards, optimizer = ModelShards.of(contents.model), contents.optimizer
     agree_on(shards.group, "checkpoint", json.dumps([asdict(progress), score]), "saves another checkpoint")
@@ -162,16 +156,22 @@ def try_to_save(
         for key, shard in shards.shards.items()
     )
     finite = not any(share_number(shards.group, float(bad)))
-    manifest = Manifest(
-        progress=progress, score=score, settings=settings, optimizer=saved, others=others, files={}, finite=finite
-    )
     streams = _streams(shards, optimizer, saved)
     if shards.group.device != 0:
         _drain(streams)
 
     def fill(draft: Path) -> None:
         files = {name: write_file(draft / name, file_chunks(stream)) for name, stream in streams.items()}
-        write_file(draft / MANIFEST, [manifest.model_copy(update={"files": files}).to_json().encode()])
+        manifest = Manifest(
+            progress=progress,
+            score=score,
+            settings=settings,
+            optimizer=saved,
+            others=others,
+            files=files,
+            finite=finite,
+        )
+        write_file(draft / MANIFEST, [manifest.to_json().encode()])
 
     def write() -> tuple[str | None, str]:
         try:
@@ -195,10 +195,7 @@ def try_to_save(
             _drain(streams)
             size_bytes = sum(spec.size_bytes for stream in streams.values() for spec in stream.specs.values())
             what = f"cannot write the checkpoint of step {progress.step} into {folder}: {error.strerror or error}"
-            room = ""
-            with suppress(OSError):
-                room = f", {shutil.disk_usage(folder).free:,} are free there"
-            remedy = f"it has {size_bytes:,} bytes{room}: make room there, or name another folder"
+            remedy = f"it has {size_bytes:,} bytes: make room there, or name another folder"
             return None, f"{what} ({error.filename or folder}); {remedy}. Earlier checkpoints are as they were"
 
     path, why = from_first(shards.group, "checkpoint: written", write)
@@ -234,9 +231,6 @@ def _drain(streams: Mapping[str, TensorStream]) -> None:
             pass
 
 
-# --- loading ---------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def load_checkpoint(
     folder: Path | str,
@@ -260,8 +254,8 @@ def load_checkpoint(
         others: schedule=, scaler=, loader=, ...: of the names and classes that were saved; used with an optimizer only.
 
     Raises:
-        InputError: there is no checkpoint, or it is damaged (the message names an intact earlier one), of a newer Convoy, of
-            another net, optimizer or setting, or its weights are NaN or infinite; on every device.
+        InputError: no checkpoint, or one that is damaged (the message names an intact earlier one), of another run, or of NaN
+            or infinite weights; on every device.
     """
     Contents(model, optimizer, others, settings)  # checks them
     shards = ModelShards.of(model)
@@ -391,8 +385,6 @@ def _group_of(groups: Sequence[Sequence[str]]) -> dict[str, str]:
     return {name: f"in group {number}" for number, names in enumerate(groups) for name in names}
 
 
-# --- a training loop --------------------------------------------------------------------------------------------------
-
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0, 30.0)
 """Pauses between attempts to write the last checkpoint of a run."""
 
@@ -401,9 +393,7 @@ class Checkpointer:
     """A writer of a training loop's checkpoints, which counts its steps. Every device has one and makes the same calls.
 
     If a checkpoint cannot be written, as on a full disk, training continues with a warning. Only `at_end` raises an error,
-    after two minutes of further attempts.
-
-    `docs/training.md` has an example.
+    after two minutes of further attempts. `docs/training.md` has an example.
 
     Args:
         folder: of the run, on device 0's machine; or one of its checkpoints, to resume from that one.
@@ -438,12 +428,8 @@ class Checkpointer:
     def begin(self, resume: bool) -> Progress:
         """Return where the run starts. Call it before the first step.
 
-        Args:
-            resume: continue from the latest checkpoint, or the named one; from the beginning if there is none yet.
-
-        Raises:
-            InputError: another run writes into the folder; without `resume`, it holds checkpoints of another run; with it, it
-                holds something else than a run; see also `load_checkpoint`.
+        With `resume`, continue from the latest checkpoint, or the named one; from the beginning if there is none yet.
+        InputError: another run writes there, or it holds a run and `resume` is False; see also `load_checkpoint`.
         """
 
         def lock() -> tuple[str, str | None]:

@@ -88,8 +88,6 @@ class Manifest(_Saved):
 
     Attributes:
         settings: values that must be the same when the run is resumed, e.g. seed and batch.
-        score: of the evaluation at this point; higher is better.
-        finite: whether no weight is NaN or infinite.
         own_sha256: checksum of this file without this field's digits; None in files of old versions.
     """
 
@@ -117,22 +115,17 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-class _Stamp(BaseModel):
-    format: int
-    convoy: str
-
-
 def read_manifest(checkpoint: Path) -> Manifest:
     """Read checkpoint.json. InputError if it is missing, damaged, not Convoy's, or of a newer format."""
     path = checkpoint / MANIFEST
     try:
         with open_regular(path) as file:
             text = file.read(MOST_TEXT_BYTES).decode()
-        stamp = _Stamp.model_validate_json(text)
-        if stamp.format > FORMAT:
+        newer = re.search(r'"format": *(\d{1,9}),\s*"convoy": *"([^"]{1,99})"', text)
+        if newer is not None and int(newer[1]) > FORMAT:
             raise InputError(
-                f"{path} has format {stamp.format}, written by Convoy {stamp.convoy}; this is Convoy {__version__}, which "
-                f"reads formats up to {FORMAT}: update Convoy"
+                f"{path} has format {newer[1]}, written by Convoy {newer[2]}; this is Convoy {__version__}, which reads "
+                f"formats up to {FORMAT}: update Convoy"
             )
         manifest = Manifest.model_validate_json(text)
     except (ValidationError, UnicodeDecodeError) as error:
@@ -168,9 +161,6 @@ def read_checked(checkpoint: Path) -> Manifest:
                 f"{path} is not the file that was written: {there}, not {expected.size_bytes} with {expected.sha256}"
             )
     return manifest
-
-
-# --- settings as JSON --------------------------------------------------------------------------------------------------
 
 
 def encode(value: Any, what: str) -> Any:
@@ -231,8 +221,6 @@ def torch_dtype(name: object) -> torch.dtype:
     return dtype
 
 
-# --- the folder --------------------------------------------------------------------------------------------------------
-
 KEEP = 3
 """Number of latest checkpoints to keep, besides the best and the last one with finite weights."""
 
@@ -276,10 +264,7 @@ def run_folder(path: Path) -> Path:
 
 
 def starting_point(folder: Path, resume: bool) -> Path | None:
-    """Return the checkpoint from which a run starts; None: it starts from the beginning. Change nothing.
-
-    InputError if there is a checkpoint and `resume` is False, or if the folder is not that of a run.
-    """
+    """Return the checkpoint from which a run starts; None: from the beginning. InputError: see `Checkpointer.begin`."""
     found = folder if is_checkpoint(folder) else latest(folder)
     if found is not None and not resume:
         raise InputError(
@@ -340,8 +325,6 @@ def _sync(folder: Path) -> None:
     finally:
         os.close(handle)
 
-
-# --- lock ------------------------------------------------------------------------------------------------------------
 
 _locked: dict[Path, int] = {}  # file descriptors of lock files
 

@@ -41,8 +41,6 @@ FIRST = OnOne(0)  # the layout of whole tensors: on the device that reads and wr
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Shape and type of a tensor."""
-
     shape: Shape
     dtype: torch.dtype
 
@@ -115,10 +113,7 @@ class ModelShards:
         return redistribute(self.group, shard, self.layouts[key], FIRST, self.shapes[key])
 
     def scatter(self, key: str, whole: Tensor) -> Tensor:
-        """Return the local shard, which may be empty, of a tensor that is split like `key`. Every device calls it.
-
-        `whole` is used on device 0; elsewhere only its type matters.
-        """
+        """Return the local shard of a tensor that is split like `key`; of device 0's `whole` only. Every device calls it."""
         return redistribute(self.group, whole.to(self.group.torch_device), FIRST, self.layouts[key], self.shapes[key])
 
     def scatter_state(self, key: str, rows: Mapping[str, Any], read: Callable[[str], Tensor]) -> dict[str, Any]:
@@ -159,9 +154,6 @@ class ModelShards:
         tables = gather(self.group, "checkpoint: optimizer state", own)
         found = {key: next((t[key] for t in tables if key in t), None) for key in self.names.values()}
         return {key: rows for key, rows in found.items() if rows is not None}
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:

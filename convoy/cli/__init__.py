@@ -6,7 +6,7 @@
     scripts.py         run
     training.py        train, join, leave, stop, demo, report
     measuring.py       measure
-    plan_verbs.py      plan, predict, simulate
+    plan_verbs.py      plan, predict
     fleet_commands.py  emulate, doctor; fleet init, show, setup, key
 
     train_job.py       starts `convoy train` on one device, at the start of a job or joining it (joining.py)
@@ -76,8 +76,7 @@ def _run() -> int:
         _drop_output()
         return PIPE_STATUS
     except Exception as error:
-        message = _explained(error)
-        if not message:
+        if not (message := _explained(error)):
             raise
     print(f"error: {bounded(message)}", file=sys.stderr)
     return ERROR_STATUS

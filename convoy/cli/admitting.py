@@ -32,12 +32,6 @@ class TrainAdmission(ScriptAdmission):
         super().__init__(model, replan, lambda: True)
         self.data, self.reporter = data, reporter
 
-    @property
-    def facts(self) -> Fields:
-        """Return the facts that this joining device reports; `build_members` adds `known`."""
-        row = self.reporter.devices[0]
-        return {"same": self.required(), "title": f"host {row[1]}, {row[0]}", "device": list(row)}
-
     def required(self) -> dict[str, str]:
         """Return the values that must be equal on all devices, by their names in messages."""
         return {**required_facts(self.model), "data": self.data}
@@ -122,7 +116,9 @@ def build_members(
     roster.update(run="" if reporter.directory is None else str(reporter.directory.run.absolute()))
     entrance = home = None
     if invitation is not None and known is not None:
-        entrance = invitation.entrance, admission.facts | {"known": known.to_json()}
+        row = reporter.devices[0]
+        facts = {"same": admission.required(), "title": f"host {row[1]}, {row[0]}", "device": list(row)}
+        entrance = invitation.entrance, facts | {"known": known.to_json()}
     elif settings.recovers and settings.listens_at:
         home = home_at(*settings.listens_at, model.group)
     if model.group.devices == 1 and entrance is None and home is None:

@@ -103,15 +103,11 @@ def _show(fleet: Fleet) -> None:
         branch = tree.add(f"{host.name}{address}{f'  {_rates(nic)}' if nic else ''}")
         for index in fleet.devices_on(host.name):
             device = fleet.devices[index]
-            facts = [
-                f"{index}: {device.name}",
-                device.kind if device.class_name is None else f"{device.class_name} ({device.kind})",
-                f"{device.cores:g} cores" if device.cores else "",
-                f"{device.memory_bytes / 1e9:.3g} GB" if device.memory_bytes else "",
-                f"{device.peak_flop_per_s / 1e12:.3g} TFLOP/s at most" if device.peak_flop_per_s else "",
-                "" if device.slowdown == 1 else f"made {device.slowdown:g} times slower",
-            ]
-            branch.add(", ".join(filter(None, facts)))
+            facts = [f"{index}: {device.name}", device.kind if device.class_name is None else device.class_name]
+            facts += [f"{device.cores:g} cores"] if device.cores else []
+            facts += [f"{device.memory_bytes / 1e9:.3g} GB"] if device.memory_bytes else []
+            facts += [f"slowed down {device.slowdown:g}x"] if device.slowdown != 1 else []
+            branch.add(", ".join(facts))
     for segment in fleet.segments:
         tree.add(f"{segment.name}: {', '.join(segment.hosts)}; to all others {_rates(segment.uplink)}")
     links = tree.add("measured links") if fleet.links else tree
@@ -140,12 +136,7 @@ def setup(
     data: Annotated[list[Path] | None, option("PATH", "Send this although git ignores it; may be repeated.")] = None,
     requirements: Annotated[Path | None, option("PATH", "Package names: send only these and their needs.")] = None,
     wheels: Annotated[Path | None, option("PATH", "Folder of wheels that are sent and preferred.")] = None,
-    index: Annotated[
-        str | None,
-        option(
-            "URL", "Package index of the hosts; none: only --wheels. Default: each host's own.", envvar="CONVOY_INDEX"
-        ),
-    ] = None,
+    index: Annotated[str | None, option("URL", "Package index of the hosts, or none.", envvar="CONVOY_INDEX")] = None,
     print_lines: Annotated[bool, flag("Print the commands, and run none of them.", "--print")] = False,
     doctor: Annotated[bool | None, flag("Examine the fleet at the end. Default: if packages were installed.")] = None,
 ) -> None:

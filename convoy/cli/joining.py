@@ -42,9 +42,6 @@ def run_of(offer: Fields, own: Mapping[str, Any], accepted: Collection[str] = ()
     Args:
         own: settings of this device alone.
         accepted: functions outside of the working folder that the job may name as its net or data.
-
-    Raises:
-        InputError: a folder for checkpoints, while the job saves none; a function that is not accepted.
     """
     table = parse_toml(str(offer["run"]), "the job's settings", "")
     if "checkpoint" in own and "checkpoint" not in table:

@@ -72,11 +72,7 @@ def _described(path: Path | None) -> Fleet | None:
 
 
 def measure_device(output: Path, settings: Settings, fleet: Path | None) -> None:
-    """Measure as one device of a job. Device 0 prints, and replaces the output at the end.
-
-    Raises:
-        InputError, DataError, MismatchError, DeviceLostError: the output is unchanged.
-    """
+    """Measure as one device of a job. Device 0 prints, and replaces the output at the end."""
     from rich.console import Console
 
     from convoy.cli.joining import device_named

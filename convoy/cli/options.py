@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -106,22 +106,30 @@ def with_settings(*names: str, **defaults: Any) -> Callable[[Callable[..., None]
         defaults: of this verb, where they differ from the settings'.
     """
 
+    options = {}
+    for name in names or FIELDS:
+        kind = kind_of(name)
+        metavar = {Path: "PATH", int: "N", float: "X", str: "TEXT"}.get(kind)
+        option = typer.Option(
+            *([] if kind is bool else [f"--{key_of(name)}"]),
+            help=help_of(name).split(". ")[0].rstrip(".") + _default_of(name, **defaults).replace("default: ", ""),
+            hidden=not names and not extra_of(name)["often"],
+            show_default=False,
+            **({"metavar": "TIME"} | _KINDS["TIME"] if name.endswith("_s") else {"metavar": metavar}),
+        )
+        # Parse a path as text, to refuse an empty one: as a Path it would be the current folder.
+        options[name] = Annotated[(str if kind in (tuple, Path) else kind) | None, option], defaults.get(name)
+    return with_options(options)
+
+
+def with_options(options: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add options to a verb, which takes them as `**given`: annotation and default by name."""
+
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         parameters = [p for p in inspect.signature(verb).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        for name in names or FIELDS:
-            kind = kind_of(name)
-            metavar = {Path: "PATH", int: "N", float: "X", str: "TEXT"}.get(kind)
-            option = typer.Option(
-                *([] if kind is bool else [f"--{key_of(name)}"]),
-                help=help_of(name).split(". ")[0].rstrip(".") + _default_of(name, **defaults).replace("default: ", ""),
-                hidden=not names and not extra_of(name)["often"],
-                show_default=False,
-                **({"metavar": "TIME"} | _KINDS["TIME"] if name.endswith("_s") else {"metavar": metavar}),
-            )
-            # Parse a path as text, to refuse an empty one: as a Path it would be the current folder.
-            given: Any = Annotated[(str if kind in (tuple, Path) else kind) | None, option]
-            own, place = defaults.get(name), inspect.Parameter.KEYWORD_ONLY
-            parameters.append(inspect.Parameter(name, place, default=own, annotation=given))
+        for name, (annotation, default) in options.items():
+            kind = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
         verb.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return verb
 

@@ -3,12 +3,12 @@
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from convoy.cli.options import app, argument, flag, help_of, option
+from convoy.cli.options import app, argument, flag, help_of, option, with_options
 from convoy.config.train_options import numbers
 from convoy.errors import InputError, shortened, shown
 from convoy.files import unwritable, write_whole
@@ -23,18 +23,28 @@ if TYPE_CHECKING:  # these import torch
 
 NetName = argument("NET", "Net, as for convoy train: two-conv:K1:K2, torchvision:NAME, ...")
 FleetFile = option("PATH", "Fleet file, measured for this net by `convoy measure`, or described.")
-Batch = Annotated[int, option("N", help_of("batch"))]
-Image = Annotated[str, option("C,H,W", "Channels, height, width of the images.")]
-Classes = Annotated[int, option("N", "Classes.")]
-Optimizer = Annotated[str, option("TEXT", "Optimizer, for the memory of its state: sgd, sgd-momentum or adam.")]
-Outputs = Annotated[str, option("TEXT", "Where the outputs are: everywhere, or where-computed (for convoy.loss).")]
+QUESTION: dict[str, tuple[Any, Any]] = {
+    "batch": (Annotated[int, option("N", help_of("batch"))], 64),
+    "image": (Annotated[str, option("C,H,W", "Channels, height, width of the images.")], "3,32,32"),
+    "classes": (Annotated[int, option("N", "Classes.")], 10),
+    "optimizer": (
+        Annotated[str, option("TEXT", "Optimizer, for the memory of its state: sgd, sgd-momentum or adam.")],
+        "sgd-momentum",
+    ),
+    "outputs": (
+        Annotated[str, option("TEXT", "Where the outputs are: everywhere, or where-computed (for convoy.loss).")],
+        "everywhere",
+    ),
+}
+"""Options of `convoy plan`, and with other images those of `convoy predict`: annotation and default."""
+
+FORECAST = {**QUESTION, "image": (QUESTION["image"][0], "3,224,224"), "classes": (QUESTION["classes"][0], 1000)}
 
 MAX_PIXELS = 8192  # per side of an image
 MAX_NAMED = 64  # devices in `--on`
 
 
 def image_sizes(text: str) -> tuple[int, int, int]:
-    """Parse channels, height and width. Raises InputError if they are invalid."""
     try:
         channels, height, width = sizes = numbers(text)
     except ValueError:  # no numbers, or not three
@@ -45,31 +55,27 @@ def image_sizes(text: str) -> tuple[int, int, int]:
 
 
 def check_question(
-    net: str, image: str, classes: int, batch: int, optimizer: str, *, wire: str = "exact", outputs: str
+    net: str, asked: Mapping[str, Any], wire: str = "exact"
 ) -> Callable[["FleetKnowledge"], "PlanRequest"]:
-    """Check a net and its planning options before torch is imported. Return a function that builds the planning request.
-
-    Both raise InputError; the function also raises MismatchError and PlanError, as `PlanRequest` and `graph_of` do.
-    """
+    """Check a net and its `QUESTION` before torch is imported. Return a function that builds the planning request."""
     from convoy.config.checks import check_net
     from convoy.plan.plan import parse_outputs
 
     check_net(net)
-    sizes, comm_dtype, place = image_sizes(image), parse_comm_dtype(wire), parse_outputs(outputs)
+    sizes, comm_dtype, place = image_sizes(asked["image"]), parse_comm_dtype(wire), parse_outputs(asked["outputs"])
 
     def build(fleet: "FleetKnowledge") -> "PlanRequest":
         from convoy.model.nets import graph_of
         from convoy.planner.request import PlanRequest
 
-        graph = graph_of(net, sizes, classes)
-        return PlanRequest(graph, batch, fleet, optimizer=optimizer, wire=comm_dtype, outputs=place)
+        graph, optimizer = graph_of(net, sizes, asked["classes"]), asked["optimizer"]
+        return PlanRequest(graph, asked["batch"], fleet, optimizer=optimizer, wire=comm_dtype, outputs=place)
 
     return build
 
 
 @contextmanager
 def _waiting(text: str) -> Iterator["Wait"]:
-    """Show the current task on standard error."""
     from rich.console import Console
 
     from convoy.report.screen import Wait
@@ -80,20 +86,15 @@ def _waiting(text: str) -> Iterator["Wait"]:
 
 
 @app.command()
+@with_options(QUESTION)
 def plan(
     net: Annotated[str, NetName],
     fleet: Annotated[Path, FleetFile],
-    batch: Batch = 64,
-    image: Image = "3,32,32",
-    classes: Classes = 10,
-    output: Annotated[
-        Path | None, option("PATH", "Write the chosen plan to this file (JSON).", "--output", "-o")
-    ] = None,
-    optimizer: Optimizer = "sgd-momentum",
+    output: Annotated[Path | None, option("PATH", "Write the chosen plan to this file.", "--output", "-o")] = None,
     wire: Annotated[str, option("TEXT", help_of("wire"))] = "exact",
-    outputs: Outputs = "everywhere",
     accumulate: Annotated[int, option("N", "Equal micro-batches per step.")] = 1,
     trace: Annotated[Path | None, option("PATH", "Folder for a trace and a picture of each plan's step.")] = None,
+    **given: Any,
 ) -> None:
     """Predict every plan on a fleet, measured or described, and choose one.
 
@@ -103,7 +104,8 @@ def plan(
 
     Example: convoy plan two-conv:150:800 --batch 256 --fleet fleet.toml -o plan.json
     """
-    build = check_question(net, image, classes, batch, optimizer, wire=wire, outputs=outputs)
+    asked = {name: default for name, (_, default) in QUESTION.items()} | given
+    build = check_question(net, asked, wire)
     if trace is not None and (why := unwritable(trace)):
         raise InputError(f"cannot make the folder {shown(trace)}: {why}; give one that can be made")
     from convoy.config.checks import check_output
@@ -133,27 +135,21 @@ def plan(
             print(f"wrote {write_step(prediction_line(row, request), trace / f'{name}.html', title)}")
     if output is not None:
         write_whole(output, rows[-1].plan.to_json())
-        several = f" --accumulate {accumulate}" if accumulate > 1 else ""
-        console.print(
-            f"Written to {output}: convoy train --plan {output} --batch {batch}{several} --devices {len(request.names)} ..."
-        )
+        options = f"--batch {asked['batch']}" + (f" --accumulate {accumulate}" if accumulate > 1 else "")
+        devices = len(request.names)
+        console.print(f"Written to {output}: convoy train --plan {output} {options} --devices {devices} ...")
 
 
 @app.command()
+@with_options(FORECAST)
 def predict(
     net: Annotated[str | None, NetName] = None,
-    on: Annotated[
-        str | None, option("CLASSES", "Devices, one per machine: laptop-cpu,2xrtx3060,rtx3060+rtx3090.")
-    ] = None,
+    on: Annotated[str | None, option("CLASSES", "Devices by machine: laptop-cpu,2xrtx3060,rtx3060+rtx3090.")] = None,
     fleet: Annotated[Path | None, FleetFile] = None,
-    batch: Batch = 64,
-    image: Image = "3,224,224",
-    classes: Classes = 1000,
     link: Annotated[float, option("RATE", "Speed of each machine's NIC, with --on.", show_default="1Gbit")] = 125e6,
     latency: Annotated[float, option("TIME", "From machine to machine, with --on.", show_default="100us")] = 1e-4,
-    optimizer: Optimizer = "sgd-momentum",
-    outputs: Outputs = "everywhere",
     list_them: Annotated[bool, flag("List the device classes and stop.", "--list")] = False,
+    **given: Any,
 ) -> None:
     """Predict whether a fleet would pay, before anything is installed.
 
@@ -164,13 +160,13 @@ def predict(
     begin_s = time.perf_counter()
     if list_them:
         from convoy.report.plans import show_classes
-        from convoy.report.screen import Screen
 
-        show_classes(Screen(visible=True).console, list(device_classes().values()))
+        show_classes(list(device_classes().values()))
         return
     if net is None:
         raise InputError("convoy predict needs a net: e.g. torchvision:resnet50 --on laptop-cpu,rtx3060")
-    build = check_question(net, image, classes, batch, optimizer, outputs=outputs)
+    asked = {name: default for name, (_, default) in FORECAST.items()} | given
+    build = check_question(net, asked)
     if (on is None) == (fleet is None):
         raise InputError("give the fleet, once: --on laptop-cpu,rtx3060 (--list has the names), or --fleet FILE")
     from convoy.planner.knowledge import FleetKnowledge
@@ -183,7 +179,7 @@ def predict(
     with _waiting(f"predicting {net}") as show:
         found = forecast(build(FleetKnowledge(described, measured)), show)
     took_s = time.perf_counter() - begin_s
-    show_forecast(Screen(visible=True).console, found, described, net, image_sizes(image), took_s)
+    show_forecast(Screen(visible=True).console, found, described, net, image_sizes(asked["image"]), took_s)
 
 
 def fleet_on(text: str, link_bytes_per_s: float, latency_s: float) -> Fleet:

@@ -22,9 +22,7 @@ from convoy.machine.launch_env import hidden
 def run(
     arguments: Annotated[list[str] | None, argument("SCRIPT.PY [ARGS]...", "A script and its own arguments.")] = None,
     module: Annotated[str | None, option("NAME", "Run a module, as python -m does.", "--module", "-m")] = None,
-    print_for: Annotated[
-        str | None, option("KIND", "Only print a launcher for the fleet: shell, slurm or kubernetes.", "--print")
-    ] = None,
+    print_for: Annotated[str | None, option("KIND", "Print a launcher: shell, slurm or kubernetes.", "--print")] = None,
     image: Annotated[str | None, option("IMAGE", "For kubernetes: container image with Convoy and the script.")] = None,
     logs: Annotated[Path | None, option("PATH", "Folder for the output of devices 1, 2, ...")] = None,
     goes_on: Annotated[bool, flag("Continue if a device is lost; needs convoy.train.Members.", "--goes-on")] = False,

@@ -74,12 +74,7 @@ def run_device(run: RunSettings) -> None:
 def run_joining_device(
     addresses: Sequence[tuple[str, int]], device: str | None, own: Mapping[str, Any], accepted: Collection[str] = ()
 ) -> None:
-    """Join a running training at one of these addresses. `own` and `accepted` are as in `run_of`.
-
-    Raises:
-        InputError, MismatchError: there is no such training, it does not admit this device, or another version started it.
-        DeviceLostError: it has ended, or continued without this device.
-    """
+    """Join a running training at one of these addresses. `own` and `accepted` are as in `run_of`."""
     watch_parent()
     entrance, offer = greet(addresses)
     run = run_of(offer, {"devices": device or "auto", **own}, accepted)

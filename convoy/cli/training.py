@@ -23,9 +23,7 @@ from convoy.machine.roster import JobProcess
 @app.command()
 @with_settings()
 def train(
-    run: Annotated[
-        Path | None, argument("RUN.TOML", "Settings in a file: options without the dashes.", parser=path_of)
-    ] = None,
+    run: Annotated[Path | None, argument("RUN.TOML", "Settings: options without the dashes.", parser=path_of)] = None,
     _help_all: HelpAll = False,
     **given: Any,
 ) -> None:
@@ -77,9 +75,7 @@ def train(
 def join(
     job: Annotated[str, argument("HOST:PORT,...", "Addresses of the job's devices, as the job prints them.")],
     job_key: Annotated[Path | None, option("PATH", help_of("job_key"), "--job-key")] = None,
-    device: Annotated[
-        str | None, option("NAME", "Device to compute on: cuda:0 or cpu. Default: the first GPU.")
-    ] = None,
+    device: Annotated[str | None, option("NAME", "Device: cuda:0 or cpu. Default: the first GPU.")] = None,
     data_dir: Annotated[Path | None, option("PATH", "Folder of the data set, if it differs here.")] = None,
     checkpoint: Annotated[Path | None, option("PATH", "Folder for checkpoints, if this device writes them.")] = None,
     accept: Annotated[list[str] | None, option("NAME", "A MODULE:FUNCTION elsewhere that may be net or data.")] = None,
@@ -97,9 +93,6 @@ def join(
 
     own = {name: path for name, path in (("data_dir", data_dir), ("checkpoint", checkpoint)) if path is not None}
     run_joining_device([read_address(text) for text in job.split(",")], device, own, accept or ())
-
-
-# --- leave and stop: signal the devices of this machine, and wait until they have ended ---------------------------------------
 
 
 JobName = Annotated[str | None, argument("JOB", "Its folder (runs/...) or HOST:PORT; needed if several jobs run here.")]
@@ -228,9 +221,7 @@ def demo(
 
 @app.command()
 def report(
-    run: Annotated[
-        Path | None, argument("RUN", "Folder or log of a run. Default: the latest in runs.", parser=path_of)
-    ] = None,
+    run: Annotated[Path | None, argument("RUN", "Folder or log of a run. Default: the latest.", parser=path_of)] = None,
     output: Annotated[Path | None, option("PATH", "HTML file. Default: next to the log.", "--output", "-o")] = None,
 ) -> None:
     """Write the HTML page of a run.

@@ -21,7 +21,6 @@ NETS = ("two-conv", "alexnet", "vgg", "resnet", "resnet18", "unet")  # of model.
 
 
 def check_net(text: str) -> None:
-    """Refuse an unknown net name."""
     name = text.partition(":")[0]
     if name not in (*NETS, "torchvision", "timm") and not names_callable(text):
         near = get_close_matches(name[:80], NETS, n=1, cutoff=0.87)

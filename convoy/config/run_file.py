@@ -49,11 +49,7 @@ def resolve_settings(file: Path | None, given: Mapping[str, Any]) -> RunSettings
     """Merge defaults, run file and command line.
 
     Args:
-        file: a run file, or None.
         given: command line values by setting name; they override the file's. None: not given.
-
-    Raises:
-        InputError: a file that cannot be read, an unknown key, a value that is not allowed.
     """
     values, sources = ({}, {}) if file is None else _read(file)
     given = {name: value for name, value in given.items() if value is not None}
@@ -101,18 +97,13 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _shown(value: Any) -> str:
-    match value:
-        case bool():
-            return str(value).lower()
-        case float():
-            return str(value).removesuffix(".0")
-        case str():
-            return repr(value)
-        case list() | tuple():
-            return ",".join(map(_shown, value))
-        case None:
-            return "-"
-    return str(value)
+    if isinstance(value, list | tuple):
+        return ",".join(map(_shown, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return str(value).removesuffix(".0")
+    return "-" if value is None else repr(value) if isinstance(value, str) else str(value)
 
 
 def to_toml(settings: Settings) -> str:

@@ -42,11 +42,6 @@ def numbers(value: Any) -> tuple[float, ...]:
     raise InputError("give numbers with commas between them, e.g. 1,1,2,4")
 
 
-def seconds(value: Any) -> Any:
-    """Parse seconds from text: 450 ms, 2 min, 30. Return other types unchanged."""
-    return quantity(value, "s") if isinstance(value, str) else value
-
-
 def sizes(value: Any) -> Any:
     """Parse comma-separated byte sizes: 6 GB,8 GB."""
     parts = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int | float) else value
@@ -80,9 +75,7 @@ def device_names(text: str) -> tuple[str, ...]:
 
 def _devices_text(value: Any) -> Any:
     """Convert a run file's number or list to the text of `--devices`."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    return ",".join(map(str, value)) if isinstance(value, list) else value
+    return str(value) if type(value) is int else ",".join(map(str, value)) if isinstance(value, list) else value
 
 
 def a_path(value: Any) -> Any:
@@ -114,22 +107,15 @@ def _imported(home: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _one_of(home: str) -> AfterValidator:
-    """Check a name against the choices in `module:name`."""
-
-    def check(name: str) -> str:
-        if name not in (choices := _imported(home)):
-            raise InputError(f"choose one of {', '.join(sorted(choices))}")
-        return name
-
-    return AfterValidator(check)
-
-
 def _checked_by(home: str) -> AfterValidator:
-    """Check a text by calling `module:function`."""
+    """Check a text with `module:name`: a function, or the allowed texts."""
 
     def check(text: str) -> str:
-        _imported(home)(text)
+        rule = _imported(home)
+        if callable(rule):
+            rule(text)
+        elif text not in rule:
+            raise InputError(f"choose one of {', '.join(sorted(rule))}")
         return text
 
     return AfterValidator(check)
@@ -147,7 +133,7 @@ def _needs(package: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-Seconds = Annotated[float, BeforeValidator(seconds)]
+Seconds = Annotated[float, BeforeValidator(lambda value: quantity(value, "s") if isinstance(value, str) else value)]
 Sizes = Annotated[tuple[float, ...], BeforeValidator(sizes)]
 File = Annotated[Path, BeforeValidator(a_path), Field(strict=False)]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(numbers)]
@@ -193,21 +179,15 @@ class Settings(BaseModel):
 
     data: Annotated[str, _checked_by("convoy.data:check")] = _data(
         "digits",
-        "Images by name, folder:PATH or MODULE:FUNCTION. By name: digits, fashion-mnist, cifar10, cifar100. The function "
-        "returns a torch Dataset, or two.",
+        "Images by name, folder:PATH or MODULE:FUNCTION. Names: digits, fashion-mnist, cifar10, cifar100.",
         often=True,
     )
-    data_dir: File | None = _data(
-        None, "Folder of a data set's files. Default: a cache, filled by download.", here=True, often=True
-    )
+    data_dir: File | None = _data(None, "Folder of the data's files. Default: a download cache.", here=True, often=True)
     image_size: int | None = _data(None, "Resize a folder's images to this side, in pixels.", ge=1, le=8192)
-    test_fraction: float | None = _data(
-        None, "Part of each class to hold out for tests, if the data has no test images. Default: 0.2.", gt=0, lt=1
-    )
+    test_fraction: float | None = _data(None, "Part to hold out, if no images are for tests. Default: 0.2.", gt=0, lt=1)
     augment: Annotated[str, _checked_by("convoy.data.augment:augment_steps")] | None = _data(
         None,
-        "Augment training images, e.g. crop,flip. Steps: crop[:PADDING], flip, resized-crop[:AREA], jitter[:STRENGTH], "
-        "cutout[:SIDE], erase[:PROBABILITY].",
+        "Augment training images, e.g. crop,flip. Steps: crop, flip, resized-crop, jitter, cutout, erase, each with :VALUE.",
     )
     limit: int | None = _data(None, "Use only the first N training images.", ge=1)
     workers: int = _data(0, "Processes per device that load batches ahead; 0: none.", here=True, ge=0, le=256)
@@ -229,47 +209,33 @@ class Settings(BaseModel):
         AUTO_DEVICE,
         "Devices here: auto, all, a number, or names. auto: every GPU, or the CPU. all: GPUs and CPU. 4: four CPU "
         "processes. Names: cuda:0,cpu. Ignored under torchrun, srun and mpirun.",
-        here=True,
-        often=True,
-    )
+        here=True, often=True,
+    )  # fmt: skip
     slowdown: Numbers | None = _fleet(None, "Slow each device down by a factor, e.g. 1,1,2,4.")
     speeds: Numbers | None = _fleet(None, "Speeds per device instead of measured ones, e.g. 4,4,2,1.")
     reduce: Reduce | None = _fleet(None, "All-reduce: ring, butterfly, direct or star. Default: as the plan says.")
     wire: Annotated[CommDtype | None, Wire] = _fleet(
-        None,
-        "Format of sent activations and gradients: exact, or inexact-bf16: half the bytes. Default: as the plan says.",
+        None, "Format of sent activations and gradients: exact, or inexact-bf16 (half the bytes). Default: the plan's."
     )
-    rebalance: bool | None = _fleet(
-        None, "Change the shares if a device is faster or slower than predicted. Default: with --plan auto on CPUs."
-    )
+    rebalance: bool | None = _fleet(None, "Change shares if speeds differ from the prediction. Default: with auto.")
     cuda_graphs: bool = _fleet(False, "On NVIDIA GPUs, launch layers as CUDA graphs.")
-    memory: Sizes | None = _fleet(
-        None, "Memory per device, e.g. 6 GB, or 6 GB,8 GB. Default: all, or the fleet file's memory_bytes."
-    )
+    memory: Sizes | None = _fleet(None, "Memory per device: 6 GB or 6 GB,8 GB. Default: the fleet file's, or all.")
     tf32: bool | None = _fleet(None, "Let GPUs round float32 to TF32. Default: as torch does, in convolutions only.")
     deterministic: bool = _fleet(False, "Use only deterministic algorithms of torch. A layer without one is an error.")
     fleet: File | None = _fleet(
-        None,
-        "Fleet file; its hosts are started over ssh. Without addresses it is for --plan auto.",
-        here=True,
-        often=True,
+        None, "Fleet file; its hosts are started over ssh. Without addresses: for --plan auto.", here=True, often=True
     )
     budget_s: Seconds = _fleet(20.0, "Approximate time for measuring, with --plan auto.", here=True, gt=0, le=1e6)
     spare: Literal["auto", "every-step", "none"] = _fleet(
         "auto",
-        "How often to keep a snapshot, so that the others continue if a device is lost. auto: as often as costs at most 2 % "
-        "of the time. none: a lost device ends the training.",
+        "Snapshots, so that the others continue if a device is lost. auto: they cost at most 2 %. none: its loss ends the job.",
     )
-    job_key: File | None = _fleet(
-        None, "Key file of a job that torchrun, srun or mpirun starts on several machines.", here=True
-    )
+    job_key: File | None = _fleet(None, "Key file, if another launcher starts the job on several machines.", here=True)
     trust_network: bool = _fleet(
         False, "No authentication, no encryption. Anyone who reaches the ports can read and end the job.", here=True
     )
     listen: Listen | None = _fleet(
-        None,
-        "Let devices join at HOST or HOST:PORT of this machine (with --fleet, of device 0). Needs --job-key.",
-        here=True,
+        None, "Let devices join at HOST or HOST:PORT of this machine (or of device 0's). Needs --job-key.", here=True
     )
     port: int | None = _fleet(None, "Rendezvous port of the processes; default: a free one.", here=True, ge=0, le=65535)
     timeout_s: Seconds = _fleet(60.0, "Time after which a silent device counts as lost.", here=True, gt=0, le=1e6)
@@ -277,11 +243,13 @@ class Settings(BaseModel):
     epochs: int = _step(1, "Passes over the training images.", often=True, ge=1)
     batch: int = _step(64, "Global batch: samples per step.", often=True, ge=1)
     accumulate: int = _step(1, "Micro-batches per step: less memory, the same numbers (except of batch norm).", ge=1)
-    optimizer: Annotated[str, _one_of("convoy.train.loop:OPTIMIZERS")] = _step("sgd", "sgd, adam or adamw.", often=True)
+    optimizer: Annotated[str, _checked_by("convoy.train.loop:OPTIMIZERS")] = _step(
+        "sgd", "sgd, adam or adamw.", often=True
+    )
     lr: float = _step(0.01, "Learning rate, or the highest of a schedule.", often=True, gt=0)
     momentum: float = _step(0.9, "Momentum of sgd.", ge=0)
     weight_decay: float = _step(0.0, "Weight decay.", ge=0)
-    schedule: Annotated[str, _one_of("convoy.train.loop:SCHEDULES")] = _step(
+    schedule: Annotated[str, _checked_by("convoy.train.loop:SCHEDULES")] = _step(
         "constant",
         "constant, cosine, step or one-cycle. step: times --drop-factor after every --drop-epochs. one-cycle: up from 1/25.",
         often=True,
@@ -292,7 +260,7 @@ class Settings(BaseModel):
     clip_norm: float | None = _step(None, "Clip the norm of all gradients, over all devices, to this.", gt=0)
     label_smoothing: float = _step(0.0, "Part of each label that is spread over all classes, e.g. 0.1.", ge=0, lt=1)
     ema: float | None = _step(None, "Test a moving average of the weights, with this decay per step.", ge=0, lt=1)
-    precision: Annotated[str, _one_of("convoy.runtime.precision:PRECISIONS")] = _step(
+    precision: Annotated[str, _checked_by("convoy.runtime.precision:PRECISIONS")] = _step(
         "float32",
         "Layers compute in float32, bf16 or fp16. Weights and all-reduce stay float32. fp16 scales the loss and needs GPUs.",
         often=True,
@@ -302,10 +270,7 @@ class Settings(BaseModel):
     evaluate_epochs: int = _test(1, "Test after every N epochs, and after the last one.", ge=1)
     evaluate_steps: int | None = _test(None, "Test after every N steps, too.", ge=1)
 
-    checkpoint: File | None = _output(
-        None, "Save the run in this folder after every epoch; --resume continues it. The last three and the best are kept.",
-        often=True,
-    )  # fmt: skip
+    checkpoint: File | None = _output(None, "Save the run in this folder after every epoch; see --resume.", often=True)
     checkpoint_steps: int | None = _output(None, "Save a checkpoint after every N steps, too.", here=False, ge=1)
     resume: bool = _output(False, "Continue from the latest checkpoint, on any devices.", here=False)
     on_nan: Literal["warn", "stop"] = _output("warn", "At the first NaN or infinite loss: warn, or stop.", here=False)
@@ -313,9 +278,7 @@ class Settings(BaseModel):
     explain: bool = _output(False, "Print every setting with its source, and every operation of a step.")
     save_run: File | None = _output(None, "Write all settings to this run file (TOML).")
     save_plan: File | None = _output(None, "Write the plan to this file (JSON).")
-    log: File | None = _output(
-        None, "Log file; none: no log. Default: in the folder of --checkpoint, or in a new one in runs.", often=True
-    )
+    log: File | None = _output(None, "Log file; none: no log. Default: in --checkpoint, or in runs.", often=True)
     page: bool = _output(False, "Write the page of `convoy report` after every epoch.")
     tensorboard: Annotated[File, _needs("tensorboard")] | None = _output(None, "Folder for TensorBoard.")
     wandb: Annotated[str, _needs("wandb")] | None = _output(None, "Project of Weights & Biases.")
@@ -327,7 +290,6 @@ class Settings(BaseModel):
 
     @property
     def slowdowns(self) -> tuple[float, ...]:
-        """One per device."""
         return (1.0,) * len(self.device_names) if self.slowdown is None else self.slowdown
 
     @property

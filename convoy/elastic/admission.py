@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 
@@ -25,14 +25,9 @@ if TYPE_CHECKING:
 
 Address = tuple[str, int]
 
-FRESH_S = 1.0
-"""Seconds without a request after which a process counts as gone; a waiting process sends far more often."""
-
-POLL_S, SPARE_POLL_S = 0.03, 1.0
-"""Seconds between two requests: before the decision, and as a spare."""
-
-DECISION_S = 10.0
-"""Seconds to wait for a running decision when the training ends."""
+FRESH_S = 1.0  # after this time without a request a process counts as gone; a waiting process sends far more often
+POLL_S, SPARE_POLL_S = 0.03, 1.0  # between two requests: before the decision, and as a spare
+DECISION_S = 10.0  # to wait for a running decision when the training ends
 
 Verdict = tuple[Literal["wanted", "spare", "refused"], str]
 """The decision about a join request, and the reason."""
@@ -47,9 +42,7 @@ class Applicant:
 
     Attributes:
         mark: a random id of the process.
-        address: address of its listener.
         facts: the process's description of itself.
-        asked_s: time of its last request.
         device: the id with which it joins; None before the admission.
     """
 
@@ -94,27 +87,10 @@ class Applicants:
                     each.verdict, each.reason = "none", ""
 
 
-class Admission(Protocol):
-    """A policy that decides about join requests and shares knowledge with joining devices."""
-
-    def decide(self, facts: Fields, members: Sequence[int], device: int) -> Verdict:
-        """Decide about a process that would get this device id. Runs on the first member, in a separate thread."""
-        ...
-
-    def note_joined(self, device: int, facts: Fields) -> None:
-        """Record that this device has joined. Runs on all other devices, before they make the new plan."""
-
-    def knowledge(self) -> Any:
-        """Return the knowledge for joining devices as JSON. Runs on the first device."""
-
-    def learn(self, knowledge: Any) -> None:
-        """Load this knowledge. Runs on joining devices."""
-
-
 class AdmissionThread:
     """A background thread that decides about one device's join requests, one after another, while it trains."""
 
-    def __init__(self, membership: "Membership", admission: Admission) -> None:
+    def __init__(self, membership: "Membership", admission: "ScriptAdmission") -> None:
         self.membership, self.admission = membership, admission
         self._thread: threading.Thread | None = None
 
@@ -146,7 +122,7 @@ def gather_joined(
     has: Sequence[bool],
     facts: Fields | None,
     others: Any,
-    admission: Admission | None,
+    admission: "ScriptAdmission | None",
     run_state: RunState | None,
 ) -> tuple[list[str], Any]:
     """Send joined devices the training state other than the model, the planner's knowledge, and the state of the run. Return
@@ -178,9 +154,6 @@ def gather_joined(
     return names, decode(state)
 
 
-# --- scripts ---------------------------------------------------------------------------------------------------------
-
-
 def offer() -> Fields:
     """Return a script's job description for joining devices."""
     return {"version": __version__, "script": True, "job": roster.job()}
@@ -208,7 +181,7 @@ def refusal(facts: Fields, required: dict[str, str]) -> Verdict | None:
 
 
 class ScriptAdmission:
-    """An admission policy that accepts devices with the same model and versions.
+    """A policy that admits devices with the same model and versions, and shares knowledge with them.
 
     Args:
         replan: the members' planner, whose knowledge of the devices is shared.
@@ -219,6 +192,7 @@ class ScriptAdmission:
         self.model, self.replan, self.has_epochs = model, replan, has_epochs
 
     def decide(self, facts: Fields, members: Sequence[int], device: int) -> Verdict:  # noqa: ARG002
+        """Decide about a process that would get this device id. Runs on the first member, in a separate thread."""
         if (refused := refusal(facts, required_facts(self.model))) is not None:
             return refused
         if not self.has_epochs():
@@ -229,9 +203,10 @@ class ScriptAdmission:
         return "wanted", ""
 
     def note_joined(self, device: int, facts: Fields) -> None:
-        pass  # without measurements it gets an average share
+        """Record that this device has joined: on all others, before they plan. Without measurements its share is average."""
 
     def knowledge(self) -> Any:
+        """Return the first device's knowledge for joining devices, as JSON."""
         return self.replan.to_json() if hasattr(self.replan, "learn") else None
 
     def learn(self, knowledge: Any) -> None:

@@ -21,20 +21,11 @@ from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.machine import roster
 from convoy.machine.process import watch_parent
 
-ANSWER_S = 5.0
-"""Time limit for a reply, which the listener's thread sends."""
-
+ANSWER_S = 5.0  # limit for a reply, which the listener's thread sends
+HELLO_S = 10.0  # limit for the first reply, long because the job may be starting
+REFUSED_S = 3.0  # a refused first request is repeated this long, for the same reason
 RETRY_S = 0.2
-
-REFUSED_S = 3.0
-"""Seconds for which a refused first request is repeated, because the job may still be starting."""
-
-HELLO_S = 10.0
-"""Time limit for the first reply, long because the job may be starting."""
-
-ROUNDS = 3
-"""Unanswered attempts at every known address before the job counts as ended. (A job that regroups does not answer.)"""
-
+ROUNDS = 3  # unanswered attempts at every address, then the job counts as ended. (A job that regroups does not answer.)
 MOST_ADDRESSES = 64  # a joining device stores at most this number of addresses
 
 
@@ -51,8 +42,8 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, k
         key: the text of a key file, equal on all processes; needed if no launcher passes it (Ray actors).
 
     Raises:
-        InputError: incomplete environment, unknown device or job, taken port, rank or accelerator used twice.
-        MismatchError: the devices run different versions.
+        InputError: incomplete environment, unknown device or job, taken port, rank or accelerator used twice; or as
+            MismatchError: the devices run different versions.
         DeviceLostError: a device did not come in time, or cannot be reached.
     """
     if key is not None:
@@ -139,13 +130,8 @@ class Entrance:
     def enter(self, group: ChangingGroup, facts: Fields, report: Callable[[str], None] = lambda _: None) -> Membership:
         """Wait until the job admits this process, meet its devices, and switch `group` to their group.
 
-        Args:
-            facts: this device's description of itself.
-            report: called with a line of text when it must wait as a spare.
-
-        Raises:
-            InputError: the job refuses it.
-            DeviceLostError: the job has ended, or continued without it.
+        `facts` describe this device; `report` is called with a line of text when it must wait as a spare. InputError: the job
+        refuses it. DeviceLostError: the job has ended, or continued without it.
         """
         membership = Membership(group, Home(own_address(*self.addresses[0]), 0, self.credentials, self._token))
         request = {"do": "ask", "mark": self.mark, "address": membership.addresses[0], "facts": facts}

@@ -18,15 +18,7 @@ from convoy.comm.connection import Fields
 from convoy.comm.control_messages import from_first, gather, share_number, share_tensor
 from convoy.comm.group import ChangingGroup, Pending
 from convoy.comm.processes import JoinedGroup
-from convoy.elastic.admission import (
-    Admission,
-    AdmissionThread,
-    RunState,
-    ScriptAdmission,
-    facts_of,
-    gather_joined,
-    offer,
-)
+from convoy.elastic.admission import AdmissionThread, RunState, ScriptAdmission, facts_of, gather_joined, offer
 from convoy.elastic.agreement import Generation
 from convoy.elastic.entrance import Entrance
 from convoy.elastic.regroup import Home, Membership, UnnamedLossError, home_here
@@ -41,14 +33,11 @@ from convoy.runtime.module import Distributed, StaleBatchError, not_distributed
 
 T = TypeVar("T")
 
-ASKED_STATUS = 2
-"""Exit status of a script that ended on request, as for `convoy train`."""
+ASKED_STATUS = 2  # exit status of a script that ended on request, as for `convoy train`
 
-LEAVES, GROWS, ENDS = 1, 2, 4
-"""Bits of a request: this device leaves; a device may join; all devices end."""
+LEAVES, GROWS, ENDS = 1, 2, 4  # bits of a request: this device leaves; a device may join; all devices end
 
-MOST_TRIALS = 20
-"""Attempts to recover without a finished step between them, after which the training ends."""
+MOST_TRIALS = 20  # attempts to recover without a finished step between them
 
 
 class StateLostError(DeviceLostError):
@@ -88,7 +77,7 @@ class JoinOptions:
         entrance: if this device joins a running job, the client for joining and the device's description of itself.
     """
 
-    admission: Admission | None = None
+    admission: ScriptAdmission | None = None
     home: Home | None = None
     entrance: tuple[Entrance, Fields] | None = None
 
@@ -119,9 +108,6 @@ class Members:
         steps: number of finished steps.
         run_state: reads and loads the state of the run that joining devices need; see `RunState`.
         fall_back: loads the last checkpoint if no snapshot is complete; returns its step and place. Every device calls it.
-
-    Raises:
-        InputError: the model is not distributed; `every` is below 1.
     """
 
     def __init__(
@@ -459,10 +445,8 @@ class Members:
         membership = self.membership
         assert membership is not None
         self.states.arrived()
-        rows = from_first(
-            self.model.group, "admission", lambda: membership.number(membership.applicants.waiting("wanted"))
-        )
-        if rows:
+        wanted = membership.applicants.waiting
+        if rows := from_first(self.model.group, "admission", lambda: membership.number(wanted("wanted"))):
             membership.grant(rows)
             raise GrownError(self.model.group.device, "devices are joining")
 
@@ -517,9 +501,7 @@ class Members:
         lost = [d for d in before.members if d not in now.members]
         joined, others_there = self._gather_joined(step, held)
         if (step is None and self.fall_back is None) or (planned is None and self.model.group.device == 0):
-            remedy = (
-                "resume from the last checkpoint (--resume)" if self.steps else "no step was finished, start it again"
-            )
+            remedy = "resume from the last checkpoint (--resume)" if self.steps else "start it again"
             raise StateLostError(lost[0] if lost else 0, f"{_shards_lost(lost)}: {remedy}")
         if planned is not None and self.replan is not None:
             self.replan.note(self.model, planned.members)
@@ -565,11 +547,11 @@ class Members:
     def _catch_up(self) -> None:
         """Get the result of a call of `repeated` that other devices have completed, but not this one."""
         kept, (count, result) = self.states.kept, self._completed
-        random = kept[-1].others["random"] if kept else torch.get_rng_state()
+        random = (kept[-1].others["random"] if kept else torch.get_rng_state()).tolist()
         try:
-            own = json.dumps([count, result, random.tolist()])
+            own = json.dumps([count, result, random])
         except (TypeError, ValueError):
-            own = json.dumps([count, None, random.tolist()])
+            own = json.dumps([count, None, random])
         rows = [json.loads(text) for text in self.model.group.agree("completed calls", own)]
         most, result, random_there = max(rows, key=lambda row: int(row[0]))
         if most > count:
@@ -577,10 +559,9 @@ class Members:
             self._random_state = torch.tensor(random_there, dtype=torch.uint8)
 
     def _gather_joined(self, step: int | None, held: Sequence[Fields]) -> tuple[list[str], Any]:
+        has = [bool(row["has"]) for row in held]
         if step is None:  # a checkpoint restores the model's state, but joining devices also need the run's state
-            has = [bool(row) for row in gather(self.model.group, "has trained before", self._planned is not None)]
-        else:
-            has = [bool(row["has"]) for row in held]
+            has = gather(self.model.group, "has trained before", self._planned is not None)
         if all(has) or not any(has):
             return [], None
         assert self.membership is not None

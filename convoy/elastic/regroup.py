@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 from convoy.comm.connection import Connection, Credentials, Fields, credentials_of
 from convoy.comm.environment import LISTEN, ProcessEnv, is_loopback, listen_at, resolve
@@ -27,21 +27,16 @@ from convoy.elastic.admission import Address, Applicant, Applicants
 from convoy.elastic.agreement import Event, Generation, Lost, Member, Pairs, observe
 from convoy.errors import ConvoyError, DeviceLostError, InputError
 
+# A device counts as lost if it is silent for this fraction of the group's time limit (3 s of 60 s), or at least this number of
+# seconds: on a busy machine a live device may need a second to answer.
 SILENT_PART, LEAST_SILENCE_S = 1 / 20, 2.0
-"""A device counts as lost if it is silent for this fraction of the group's time limit (3 s of 60 s), or at least this number of
-seconds: on a busy machine a live device may need a second to answer."""
-
-FIRST_PART, SECOND_PART = 1 / 2, 1 / 3
-"""Fractions of the allowed silence: time limits of a request and of its repetition. The rest is the pause after them."""
-
-MEETINGS = 5
-"""An unsuccessful regroup ends after this number of the group's time limits."""
-
-POLL_S = 0.02
-"""Seconds between two requests to the leader."""
-
-REPORT_S = 0.1
-"""Seconds to wait for the error report of a device that leaves."""
+FIRST_PART, SECOND_PART = (
+    1 / 2,
+    1 / 3,
+)  # of the allowed silence: limits of a request and its repetition; the rest is a pause
+MEETINGS = 5  # an unsuccessful regroup ends after this number of the group's time limits
+POLL_S = 0.02  # between two requests to the leader
+REPORT_S = 0.1  # to wait for the error report of a device that leaves
 
 
 class UnnamedLossError(DeviceLostError):
@@ -50,12 +45,9 @@ class UnnamedLossError(DeviceLostError):
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """The address and credentials with which a device answers as a member of its job.
+    """The listening address (port 0: a free one) and credentials with which a device answers as a member of its job.
 
-    Attributes:
-        address, port: the listening address; port 0: a free one.
-        credentials: the job's credentials.
-        token: identifies members of the same job.
+    `token` identifies members of the same job.
     """
 
     address: str
@@ -65,7 +57,6 @@ class Home:
 
     @classmethod
     def of(cls, group: JoinedGroup, port: int = 0, address: str | None = None) -> "Home":
-        """Return the home of a device of this group, at the group's address or another one."""
         return cls(address or group.address, port, group.credentials, f"members of {group.token}")
 
 
@@ -110,7 +101,6 @@ class Membership:
         home: the home of a device that is alone or joins a running job; None: derive it from the group.
 
     Attributes:
-        group: the group of the current generation.
         silence_s: seconds after which a silent device counts as lost.
         applicants: the join requests at this device.
         offer: the job's description for joining devices; None: admit no device.
@@ -128,9 +118,8 @@ class Membership:
         self._credentials = home.credentials
         self.applicants = Applicants()
         self.offer: Fields | None = None
-        listener = Listener(
-            listen_at(home.address, home.port), self._credentials, "convoy-members"
-        )  # it outlives the groups
+        # The listener outlives the groups.
+        listener = Listener(listen_at(home.address, home.port), self._credentials, "convoy-members")
         self._server = HealthServer(joined.device, listener, home.token)
         self._state = Member(joined.device, Generation(0, tuple(range(joined.devices))))
         self._changed = threading.RLock()
@@ -152,7 +141,6 @@ class Membership:
 
     @property
     def me(self) -> int:
-        """The id of this device."""
         return self._state.me
 
     @property
@@ -220,11 +208,9 @@ class Membership:
             threading.Thread(target=present.abort, args=(error,), name="convoy-abort", daemon=True).start()
 
     def _answer_regroup(self, request: Fields) -> Fields:
-        device = int(request["device"])
+        device, highest = int(request["device"]), int(request["highest"])
         cut_off = tuple(int(d) for d in request.get("unreachable", ()))
-        state = self._observe(
-            agreement.Requested(device, _generation(request["generation"]), int(request["highest"]), cut_off)
-        )
+        state = self._observe(agreement.Requested(device, _generation(request["generation"]), highest, cut_off))
         reply = agreement.answer(state, device)
         if reply is None:
             return {"wait": True}
@@ -295,7 +281,6 @@ class Membership:
 
     @property
     def next_device(self) -> int:
-        """The id of the next joining device."""
         return max(self._addresses) + 1
 
     def number(self, joining: Sequence[Applicant]) -> list[list[object]]:
@@ -305,11 +290,11 @@ class Membership:
             each.device = device
         return [[device, *each.address] for device, each in enumerate(joining, first)]
 
-    def grant(self, rows: Sequence[Sequence[object]]) -> None:
+    def grant(self, rows: Sequence[Sequence[Any]]) -> None:
         """Admit devices with these rows (id, host, port). Every device calls it between two steps, then `regroup`."""
         with self._changed:
-            self._addresses |= {int(str(d)): (str(host), int(str(port))) for d, host, port in rows}
-            self._observe(agreement.Granted(tuple(int(str(row[0])) for row in rows)))
+            self._addresses |= {int(d): (str(host), int(port)) for d, host, port in rows}
+            self._observe(agreement.Granted(tuple(int(row[0]) for row in rows)))
 
     def meet_as(self, device: int, reply: Fields) -> None:
         """Meet the job's devices, as the joining device with this id. DeviceLostError: they continued without it."""
@@ -422,15 +407,13 @@ def _now_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
-def _row(generation: Generation) -> list[object]:
+def _row(generation: Generation) -> list[Any]:
     return [generation.number, list(generation.members)]
 
 
-def _generation(row: list[object]) -> Generation:
-    number, members = row
-    assert isinstance(members, list)
-    return Generation(int(str(number)), tuple(int(d) for d in members))
+def _generation(row: list[Any]) -> Generation:
+    return Generation(int(row[0]), tuple(int(d) for d in row[1]))
 
 
-def _pairs(rows: Sequence[Sequence[object]]) -> Pairs:
-    return frozenset((int(str(one)), int(str(other))) for one, other in rows)
+def _pairs(rows: Sequence[Sequence[Any]]) -> Pairs:
+    return frozenset((int(one), int(other)) for one, other in rows)

@@ -32,8 +32,6 @@ Rows = Mapping[str, Mapping[str, Any]]
 NUMBERS: Name = ("", "numbers")
 
 
-# --- transfers of snapshot parts after a lost device -------------------------------------------------------------------
-
 Boxes = Mapping[str, Sequence[Box]]
 """The boxes of each tensor that one device holds, by key."""
 
@@ -73,9 +71,7 @@ def uncovered(wanted: Box, held: Iterable[Box]) -> list[Box]:
 def newest_whole(kept: Sequence[Mapping[int, Boxes]], wanted: Mapping[str, Box]) -> int | None:
     """Return the last step for which the devices together hold every whole tensor; None if there is none.
 
-    Args:
-        kept: for each device, by step, the boxes that it holds of the state after that step.
-        wanted: the box of each whole tensor.
+    `kept` has the boxes that each device holds by step, `wanted` the box of each whole tensor.
     """
     for step in sorted({step for rows in kept for step in rows}, reverse=True):
         held = [rows[step] for rows in kept if step in rows]
@@ -112,13 +108,8 @@ def transfers(
     return tuple(found)
 
 
-# --- snapshots -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The name, shape and dtype of a tensor in a buffer."""
-
     name: Name
     shape: Shape
     dtype: torch.dtype
@@ -315,11 +306,7 @@ class SnapshotStore:
 
     @torch.no_grad()
     def restore(self, step: int, held: Sequence[Mapping[str, Any]]) -> Any:
-        """Restore the state after a step in the layouts of the current plan. Return this device's `others`.
-
-        Args:
-            held: returned by `gather_held`.
-        """
+        """Restore the state after a step (see `gather_held`) in the current plan's layouts. Return this device's `others`."""
         group = self.model.group
         rows: dict[str, Any] = {}
         for each in reversed(held):
@@ -373,16 +360,13 @@ class SnapshotStore:
                     else:
                         outgoing.setdefault((each.receiver, entry.dtype), []).append(source)
                 elif group.device == each.receiver:
-                    incoming.setdefault((each.sender, entry.dtype), []).append(
-                        _part(made[entry.name], here[each.key], each.box)
-                    )
+                    target = _part(made[entry.name], here[each.key], each.box)
+                    incoming.setdefault((each.sender, entry.dtype), []).append(target)
         order = sorted(outgoing, key=lambda each: (each[0], str(each[1])))
         sends = [Message(peer, torch.cat([t.reshape(-1) for t in outgoing[peer, dtype]])) for peer, dtype in order]
         order = sorted(incoming, key=lambda each: (each[0], str(each[1])))
-        flats = {
-            pair: torch.empty(sum(t.numel() for t in incoming[pair]), dtype=pair[1], device=group.torch_device)
-            for pair in order
-        }
+        sizes = {pair: sum(t.numel() for t in incoming[pair]) for pair in order}
+        flats = {pair: torch.empty(sizes[pair], dtype=pair[1], device=group.torch_device) for pair in order}
         group.start(sends, [Message(pair[0], flats[pair]) for pair in order]).wait()
         for pair, flat in flats.items():
             parts = torch.split(flat, [t.numel() for t in incoming[pair]])
@@ -467,11 +451,7 @@ def restore(
     device: torch.device,
     random: Tensor | None,
 ) -> Any:
-    """Restore the state returned by `take`. Return the position in the data.
-
-    Args:
-        random: torch's random state; None: the one in `kept`.
-    """
+    """Restore the state returned by `take`, or another `random` state of torch. Return the position in the data."""
     for optimizer, rows in zip(optimizers, kept["settings"], strict=True):
         for group, settings in zip(optimizer.param_groups, rows, strict=True):
             group.update(settings)
@@ -483,12 +463,8 @@ def restore(
     return kept["place"]
 
 
-MOST_PART = 0.02
-"""The largest fraction of the time for snapshots."""
-
-TIMED = (
-    5  # snapshots and steps to time before choosing the interval; the first one takes longer, as it allocates memory
-)
+MOST_PART = 0.02  # largest fraction of the time for snapshots
+TIMED = 5  # snapshots and steps to time before choosing the interval; the first one also allocates memory
 
 
 def interval_of(snapshots_s: Sequence[float], steps_s: Sequence[float]) -> int:

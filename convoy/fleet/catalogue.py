@@ -76,11 +76,7 @@ def device_classes() -> Mapping[str, DeviceClass]:
 
 
 def device_class(name: str) -> DeviceClass:
-    """Return a class by name or alias; `RTX 3060` is the same as `rtx3060`.
-
-    Raises:
-        InputError: there is no such class; the message suggests similar names.
-    """
+    """Return a class by name or alias; `RTX 3060` is the same as `rtx3060`."""
     known, plain = names(), plain_name(name)
     if plain not in known:
         near = difflib.get_close_matches(plain[:80], known, n=5, cutoff=0.5) or [plain_name(each) for each in _USUAL]

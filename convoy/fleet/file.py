@@ -95,7 +95,6 @@ class Host:
     Attributes:
         address: a host name, an IP address, or a Host of ~/.ssh/config.
         card: its NIC; None: the fleet's `network`.
-        user, ssh_port: for ssh; None: from ssh's configuration.
         python: path of the host's Python with Convoy; None: the same path as here.
         folder: working folder of commands, relative to the user's home; None: the same path as the current folder.
     """
@@ -214,9 +213,6 @@ class Fleet:
         network: the NIC of every host without a `card`; None if all have one.
         links: measured paths between hosts; other paths are computed from the NICs.
         segments: groups of hosts that share a cable to all others; empty if all hosts are on one switch.
-
-    Raises:
-        InputError: no device, a duplicate name, an unknown host, a host without a device or NIC, a host in two segments.
     """
 
     hosts: tuple[Host, ...]
@@ -236,26 +232,19 @@ class Fleet:
 
     @classmethod
     def from_toml(cls, text: str, source: str = "fleet.toml") -> "Fleet":
-        """Parse a fleet file. `source` names the file in errors.
-
-        Raises:
-            InputError: invalid TOML, an unknown key, a value of the wrong type or out of range, or contradictions between
-                sections. The message gives the path of the field, such as `device[2].cores`.
-        """
+        """Parse a fleet file. InputError names `source` and the field, such as `device[2].cores`."""
         return cls.from_sections(parse_toml(text, source), source)
 
     @classmethod
     def from_sections(cls, sections: Mapping[str, Any], source: str) -> "Fleet":
-        """Read the sections of a parsed file. Raises InputError as `from_toml`."""
+        """Read the sections of a parsed file."""
         # `convoy.simulate.table` reads the section of `convoy measure`.
         own = {name: value for name, value in sections.items() if name != "measured"}
         if isinstance(rows := own.get("device"), list):
             own["device"] = [_device_as_now(row, f"device[{index}]") for index, row in enumerate(rows)]
         try:
             file = _FILE.validate_python(own)
-            return cls(
-                hosts=file.host, devices=file.device, network=file.network, links=file.link, segments=file.segment
-            )
+            return cls(file.host, file.device, file.network, file.link, file.segment)
         except ValidationError as error:
             remedy = "write such a value, or leave out the line if it may be absent"
             lines = [explain(each, _File, _SECTIONS, remedy) for each in error.errors()]
@@ -331,7 +320,6 @@ class Fleet:
 
 
 def read_fleet(path: Path) -> Fleet:
-    """Read a fleet file. Raises InputError as `Fleet.from_toml`."""
     return Fleet.from_toml(read_text(path, "the fleet", "give the path of a TOML file"), source=str(path))
 
 
@@ -363,8 +351,6 @@ def _device_as_now(row: Any, place: str) -> Any:
 
 @dataclass(frozen=True)
 class _File:
-    """The sections of a fleet file, by their names in the file."""
-
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
     host: tuple[Host, ...]
     device: tuple[Device, ...]
@@ -388,12 +374,7 @@ def first_of(lines: Sequence[str], source: str) -> str:
 def explain(
     error: ErrorDetails, top: type[Any], sections: Mapping[str, type[Any]], remedy: str, prefix: str = ""
 ) -> str:
-    """Return a line for one pydantic error in a file: path, value, rule, remedy.
-
-    Args:
-        top: the class of the whole file.
-        sections: classes of its sections, by name.
-    """
+    """Return a line for one pydantic error in a file of class `top`, with `sections`: path, value, rule, remedy."""
     place = prefix + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).lstrip(".")
     if error["type"] == "value_error":  # our own checks name the field, the rule and the remedy
         return f"{place}.{error['ctx']['error']}" if error["loc"] else str(error["ctx"]["error"])
@@ -444,17 +425,13 @@ def _check_hosts(fleet: Fleet) -> None:
     for index, segment in enumerate(fleet.segments):
         for name in segment.hosts:
             if name in of_segment:
-                where = f"{name!r} is also in segment[{of_segment[name]}]"
-                raise InputError(
-                    f"segment[{index}].hosts: {where}: a host is in at most one segment; remove it from one"
-                )
+                where = f"segment[{index}].hosts: {name!r} is also in segment[{of_segment[name]}]"
+                raise InputError(f"{where}: a host is in at most one segment; remove it from one")
             of_segment[name] = index
     with_device = {device.host for device in fleet.devices}
     for index, host in enumerate(fleet.hosts):
         if host.name not in with_device:
             raise InputError(f"host[{index}] {host.name!r} has no device: add a [[device]] to it, or remove the host")
         if len(fleet.hosts) > 1 and fleet.network is None and host.card is None:
-            rule = f"with {len(fleet.hosts)} hosts each needs one"
-            raise InputError(
-                f"host[{index}] {host.name!r} has no NIC: {rule}; add a [network] section, or a `card` here"
-            )
+            rule = f"with {len(fleet.hosts)} hosts each needs one; add a [network] section, or a `card` here"
+            raise InputError(f"host[{index}] {host.name!r} has no NIC: {rule}")

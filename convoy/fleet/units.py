@@ -47,9 +47,6 @@ def quantity(value: object, dimension: Dimension) -> float:
     """Convert a number, or a text with a unit, to SI units.
 
     Case matters only for bits and bytes per second: `Gb/s` are bits, `GB/s` bytes.
-
-    Raises:
-        InputError: it is not a number, or the unit has another dimension; the message gives examples.
     """
     kind, examples = _RULES[dimension]
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:

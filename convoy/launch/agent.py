@@ -48,11 +48,7 @@ def from_line(line: bytes) -> Message | None:
 
 
 class Agent:
-    """The process on a host that runs the launcher's orders, until the host's devices have ended.
-
-    Args:
-        orders, answers: file descriptors to read from and write to.
-    """
+    """The process on a host that runs the launcher's orders, until the host's devices have ended."""
 
     def __init__(self, orders: int, answers: int) -> None:
         self._files = orders, answers
@@ -60,7 +56,6 @@ class Agent:
         self._received_s = time.monotonic()
 
     def serve(self) -> int:
-        """Run all orders. Return the exit status."""
         with (
             Interrupts() as interrupts,
             Supervisor(interrupts, lambda ending: self._send("ended", **asdict(ending))) as devices,
@@ -166,10 +161,7 @@ def digest(path: Path) -> str | None:
 
 
 def meeting_point(peers: Sequence[str], port: int | None) -> tuple[str, int]:
-    """Return the rendezvous address on this machine: its address on the route to the other hosts, and a free port.
-
-    Raise InputError if there is no route, or the given port is taken.
-    """
+    """Return the rendezvous address on this machine: its address on the route to the other hosts, and a free port."""
     host = route_to(peers[0], 9) if peers else "127.0.0.1"
     family, target = resolve(host, port or 0, socket.SOCK_STREAM)[0]
     with socket.socket(family, socket.SOCK_STREAM) as probe:

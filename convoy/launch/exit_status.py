@@ -58,9 +58,6 @@ def conclude(endings: Sequence[Ending], host_lost: DeviceLostError | None = None
         endings: in order of time.
         host_lost: a host was lost with its devices. A killed device takes precedence.
         goes_on: the devices continue without a lost one. One successful device is enough; else the last ones decide.
-
-    Raises:
-        DeviceLostError: a device crashed or was killed, or a host was lost.
     """
     bad = [ending for ending in endings if ending.status != 0 and not ending.stopped_by_us]
     if goes_on and any(ending.status == 0 for ending in endings):

@@ -28,7 +28,7 @@ from convoy.fleet import Fleet, read_fleet
 from convoy.launch.agent import BEAT_S, Message, digest, from_line, to_line
 from convoy.launch.exit_status import Ending, conclude
 from convoy.launch.host_job import DEFAULTS, HostJob, JobOptions, host_jobs, memory_environment, rank_variables
-from convoy.launch.ssh import agent_command, remedy, ssh_call, ssh_program
+from convoy.launch.ssh import remedy, ssh_call, ssh_program
 from convoy.launch.supervisor import LEAVE_S, TERMINATE_S, Interrupts, Signalled, Start, Supervisor, by_line
 from convoy.plan.presets import AUTO, PLANS
 
@@ -40,11 +40,7 @@ _TRANSFER_S = 5.0  # seconds for the last messages of a host, after its devices 
 
 
 def startable(path: Path | None) -> Fleet | None:
-    """Return the fleet of a file if all its hosts have addresses; None if none of them has.
-
-    Raises:
-        InputError: the file cannot be used, or only some hosts have addresses.
-    """
+    """Return the fleet of a file if all its hosts have addresses; None if none of them has."""
     if path is None:
         return None
     fleet = read_fleet(path)
@@ -115,7 +111,6 @@ def script_on_fleet(
     Args:
         script: arguments of `python`: a script, or -m and a module, with options.
         print_for: one of PRINTED: print its file or lines, and start nothing.
-        image: container image for Kubernetes.
         files: more files that must be the same on every host.
         listen: HOST:PORT on device 0's host for join requests.
     """
@@ -176,9 +171,7 @@ def run_on_fleet(
         0 after success, 2 if devices ended with a printed error, 128 + n after signal n: 130 after Ctrl-C.
 
     Raises:
-        InputError: a host cannot be reached, has no such Python, folder or file, or the port is taken. The message names
-            all such hosts; no device was started.
-        MismatchError: a host has another version of Convoy.
+        InputError, MismatchError: hosts cannot be used, or the port is taken. No device was started.
         DeviceLostError: a device crashed or was killed, or its host was lost; the message names it.
     """
     key = key_to_start(os.environ)
@@ -217,8 +210,10 @@ class _Session:
         self.terminal = (os.dup(1), os.dup(2)) if self.local and 0 in job.ranks else None
         folder = str(Path.home() / host.folder) if self.local and host.folder else None
         command = [host.python or sys.executable, "-m", "convoy.launch.agent"]
-        if not self.local:
-            command = ssh_call(ssh_program(os.environ), host, agent_command(host, sys.executable, os.getcwd()))
+        if not self.local:  # for a host's login shell: only quotes, && and exec, which all common shells support
+            start = shlex.join([host.python or sys.executable, "-m", "convoy.launch.agent"])
+            change = f"cd {shlex.quote(host.folder or os.getcwd())} && exec {start}"
+            command = ssh_call(ssh_program(os.environ), host, change)
 
         def take_line(line: bytes) -> None:
             if (message := from_line(line)) is not None:
@@ -423,7 +418,6 @@ class Command:
 
     Attributes:
         argv: arguments of `python -m convoy`, starting with the verb.
-        port: the rendezvous port of device 0.
         python, folder: defaults for hosts without them.
         further: more variables for all devices.
     """
@@ -438,9 +432,7 @@ class Command:
 def line_to_paste(job: HostJob, command: Command, total: int, address: str) -> str:
     """Return a line for a shell on this host (sh, bash, zsh) that starts its devices and waits for them.
 
-    Args:
-        total: number of devices in the fleet.
-        address: the rendezvous address.
+    `total` is the number of devices in the fleet, `address` that of the rendezvous.
     """
     assert command.port is not None
     shared = rank_variables(0, 0, total, len(job.ranks), address, command.port)
@@ -464,18 +456,12 @@ def _threads(count: str, on_cpu: int) -> list[str]:
     return [f"OMP_NUM_THREADS=$(( ($({count}) + {on_cpu - 1}) / {on_cpu} ))"] if on_cpu > 1 else []
 
 
-# ------------------------------------------------------------------------------------------------------------- Slurm
-
-
 def sbatch_file(jobs: Sequence[HostJob], command: Command) -> str:
     """Return a batch file that runs a command on every device of a fleet.
 
     Host names are the names of Slurm's nodes. Hosts may have different numbers of devices: with `--distribution=arbitrary`
     each task runs on the node in its line of SLURM_HOSTFILE, and takes the device with its number
     (https://slurm.schedmd.com/srun.html). The job gets whole nodes. The default port is derived from the job id.
-
-    Raises:
-        InputError: the hosts have different Pythons or folders; all nodes must have the same.
     """
     pythons = {job.host.python or command.python for job in jobs}
     folders = {job.host.folder or command.folder for job in jobs}
@@ -503,7 +489,7 @@ def sbatch_file(jobs: Sequence[HostJob], command: Command) -> str:
     call = shlex.join([pythons.pop(), "-m", "convoy", *argv])
     task = "\n".join(["case $SLURM_PROCID in", *cases, "esac", f"exec {call}"])
     # One number applies to all nodes. --exclusive adds the other GPUs of a node.
-    gpus = min(_gpus(job) for job in jobs)
+    gpus = min(job.gpus for job in jobs)
     options = [f"nodelist={','.join(nodes)}", f"nodes={len(nodes)}", f"ntasks={len(rows)}", "exclusive", "mem=0"]
     options += [f"gres=gpu:{gpus}"] if gpus else []
     lines = [
@@ -519,13 +505,6 @@ def sbatch_file(jobs: Sequence[HostJob], command: Command) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _gpus(job: HostJob) -> int:
-    return sum(name.startswith("cuda") for name in job.names)
-
-
-# -------------------------------------------------------------------------------------------------------- Kubernetes
-
-
 def jobset(jobs: Sequence[HostJob], command: Command, name: str, image: str) -> str:
     """Return a manifest (JSON, which kubectl reads as well as YAML) that runs a command on every device of a fleet.
 
@@ -536,9 +515,6 @@ def jobset(jobs: Sequence[HostJob], command: Command, name: str, image: str) -> 
     Args:
         name: name of the JobSet, at most 20 characters: Kubernetes builds names of up to 63 characters from it.
         image: container image with Convoy and the files of the command.
-
-    Raises:
-        InputError: a host name that cannot be part of a DNS name.
     """
     for job in jobs:
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,30}[a-z0-9])?", job.host.name):
@@ -558,22 +534,13 @@ def jobset(jobs: Sequence[HostJob], command: Command, name: str, image: str) -> 
         resources: dict[str, Any] = {"requests": {"cpu": str(cores)}}
         if job.memory_bytes:
             resources["requests"]["memory"] = str(job.memory_bytes)
-        if gpus := _gpus(job):
-            resources["limits"] = {"nvidia.com/gpu": str(gpus)}
-        container = {
-            "name": "devices",
-            "image": image,
-            "command": ["sh", "-c", line_to_paste(job, command, total, address)],
-            "ports": [{"containerPort": command.port}] if 0 in job.ranks else [],
-            "resources": resources,
-            "volumeMounts": mounts,
-        }
-        pod = {
-            "restartPolicy": "Never",
-            "nodeSelector": {"kubernetes.io/hostname": job.host.name},
-            "containers": [container],
-            "volumes": volumes,
-        }
+        if job.gpus:
+            resources["limits"] = {"nvidia.com/gpu": str(job.gpus)}
+        container: dict[str, Any] = {"name": "devices", "image": image, "resources": resources, "volumeMounts": mounts}
+        container["command"] = ["sh", "-c", line_to_paste(job, command, total, address)]
+        container["ports"] = [{"containerPort": command.port}] if 0 in job.ranks else []
+        pod: dict[str, Any] = {"restartPolicy": "Never", "containers": [container], "volumes": volumes}
+        pod["nodeSelector"] = {"kubernetes.io/hostname": job.host.name}
         one = {"parallelism": 1, "completions": 1, "backoffLimit": 0, "template": {"spec": pod}}
         replicated.append({"name": job.host.name, "replicas": 1, "template": {"spec": one}})
     spec = {

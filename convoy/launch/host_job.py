@@ -57,16 +57,17 @@ class HostJob:
     own: tuple[Mapping[str, str], ...]
     memory_bytes: int = 0
 
+    @property
+    def gpus(self) -> int:
+        return sum(name.startswith("cuda") for name in self.names)
+
     def title(self, rank: int) -> str:
         """Name a device in messages, after its index."""
         return f"host {self.host.name}, {self.names[self.ranks.index(rank)]}"
 
 
 def host_jobs(fleet: "Fleet") -> list[HostJob]:
-    """Return the jobs of all hosts, starting with device 0's.
-
-    The accelerators of a host are cuda:0, cuda:1, ... (or another kind) in the order of the file.
-    """
+    """Return the jobs of all hosts, starting with device 0's. Accelerators are numbered in the order of the file."""
     made = []
     for host in fleet.hosts:
         ranks = fleet.devices_on(host.name)
@@ -100,7 +101,6 @@ def device_environments(
         ranks, names: index in the job and torch device of each.
         total: number of devices in the job, on all machines.
         hosted: the launcher hosts the rendezvous store; otherwise device 0 does.
-        own: further variables of each device.
     """
     kept = {name: value for name, value in base.items() if name not in (*RANK_VARIABLES, "TORCHELASTIC_RESTART_COUNT")}
     kept |= memory_environment(base)

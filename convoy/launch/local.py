@@ -38,22 +38,14 @@ def launch_local(
     """Run ``command argv`` once per device, as one job, and wait for all of them.
 
     Device 0 has the terminal. The others' error output is shown only if it explains a failure; their standard output is
-    dropped. Every device finds its rank in torchrun's variables and its hardware in CONVOY_DEVICE.
+    dropped. Returns and raises as `run_on_fleet`.
 
     Args:
         devices: a torch device for each process, such as ``("cpu", "cuda:0")``.
-        host: the rendezvous address.
         environment: more variables for every device.
         command: the program to start instead of this Python's convoy. Then this process hosts the rendezvous store, because
             the program may need it before it joins. Otherwise device 0 hosts it, and this process needs no torch.
         script: the program is a user script: it gets its rank in Convoy's own variables only, and sees one device.
-
-    Returns:
-        0 after success, 2 if devices ended with a printed error, 128 + n after signal n: 130 after Ctrl-C.
-
-    Raises:
-        InputError: no devices, no such command, or the port is taken.
-        DeviceLostError: a device crashed or was killed; the message names it and ends with its last output.
     """
     if not devices:
         raise InputError("there are no devices to start: name at least one, such as cpu")
@@ -115,13 +107,7 @@ def notebook(source: str, options: str = "") -> None:
     """Run Python source as a script on several devices of this machine or a fleet, and print the output of device 0.
 
     The source is a separate program without the notebook's variables, because threads and devices of the notebook's process
-    cannot be shared. Return results as files.
-
-    Args:
-        options: of `convoy run`, such as "--devices 4" or "--fleet lab.toml".
-
-    Raises:
-        ConvoyError: the script failed; the reason has been printed.
+    cannot be shared. Return results as files. `options` are those of `convoy run`, such as "--devices 4".
     """
     with tempfile.TemporaryDirectory(prefix="convoy-cell-") as folder:
         script = Path(folder) / "cell.py"

@@ -62,12 +62,6 @@ def ssh_words(program: Sequence[str], host: Host) -> list[str]:
     return [*program, "-T", *options, *user, *port]
 
 
-def agent_command(host: Host, python: str, folder: str) -> str:
-    """Return the command for a host's login shell. It uses only quotes, && and exec, which all common shells support."""
-    start = shlex.join([host.python or python, "-m", "convoy.launch.agent"])
-    return f"cd {shlex.quote(host.folder or folder)} && exec {start}"
-
-
 def remedy(host: Host, printed: str, python: str, folder: str) -> str:
     """Return the remedy for an unusable host, from the output of ssh and the host's shell."""
     target = str(host.address) if host.user is None else f"{host.user}@{host.address}"

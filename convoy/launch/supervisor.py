@@ -28,9 +28,7 @@ LEAVE_S = 60.0  # seconds for devices to finish their step after SIGTERM
 POLL_S = 0.1  # seconds between two checks for ended processes and signals
 
 TAIL_BYTES = CHUNK_BYTES = 65_536
-LAST_CHUNKS = (
-    16  # read from a pipe after its process has ended; more than a pipe holds. A grandchild could write forever
-)
+LAST_CHUNKS = 16  # to read after a process has ended: more than a pipe holds. A grandchild could write forever
 
 Sink = Callable[[bytes], None]
 """Receives output in chunks. An empty chunk marks the end."""
@@ -46,7 +44,6 @@ class Signalled(Exception):  # noqa: N818 - it is a request, not an error
         super().__init__(signum.name)
         self.signum = signum
         self.status = 128 + signum
-
         # Devices finish their step first. Ctrl-C and a closed terminal also reach devices, and end all at once.
         self.after_step = signum is signal.SIGTERM
 
@@ -86,9 +83,6 @@ class Interrupts:
             raise Signalled(self._noted.pop(0))
 
 
-# ------------------------------------------------------------------------------------------------------------- sinks
-
-
 def decoded(write: Callable[[str], object]) -> Sink:
     """Return a sink that decodes UTF-8 for `write`. A character may be split over two chunks."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -107,9 +101,7 @@ def by_line(take: Callable[[bytes], None]) -> Sink:
     def sink(chunk: bytes) -> None:
         nonlocal rest
         *whole, rest = (rest + chunk).split(b"\n")
-        if not chunk and rest:
-            whole.append(rest)
-        for line in whole:
+        for line in whole if chunk or not rest else [*whole, rest]:
             take(line)
 
     return sink
@@ -118,9 +110,6 @@ def by_line(take: Callable[[bytes], None]) -> Sink:
 def to_stdout(chunk: bytes) -> None:
     sys.stdout.buffer.write(chunk)
     sys.stdout.flush()
-
-
-# --------------------------------------------------------------------------------------------------------- processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,10 +174,7 @@ class Process:
 class Supervisor:
     """The processes of a launcher. Leaving the context kills them and closes all pipes and files.
 
-    Methods that wait raise Signalled after a signal to end this process.
-
-    Args:
-        on_end: called with each Ending.
+    Methods that wait raise Signalled after a signal to end this process. `on_end` is called with each Ending.
     """
 
     def __init__(self, interrupts: Interrupts, on_end: Callable[[Ending], None] = lambda _: None) -> None:

@@ -38,12 +38,7 @@ echo mbit_per_s "$(cat "/sys/class/net/$nic/speed" 2>/dev/null)"
 
 @dataclass(frozen=True)
 class Answer:
-    """The hardware of a host.
-
-    Attributes:
-        server: the address and port of its ssh server; None for this machine.
-        bytes_per_s, latency_s: of its NIC, and of the path to it; None if unknown.
-    """
+    """The hardware of a host. `server` is the address and port of its ssh server; None for this machine."""
 
     system: str
     cores: int

@@ -7,9 +7,7 @@ from convoy.report.screen import print_table
 from convoy.simulate.table import Measurement, layer_times
 
 SHOWN_LAYERS = 12
-
-UNSTEADY = 0.5
-"""Warn if layers whose times vary by more than this fraction take a third of a step."""
+UNSTEADY = 0.5  # warn if layers whose times vary by more than this fraction take a third of a step
 
 
 def show(measured: Measurement, console: Console) -> None:

@@ -16,6 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from convoy._version import __version__
+from convoy.config.train_options import key_of
 from convoy.errors import InputError
 from convoy.files import write_whole
 from convoy.report import timeline
@@ -25,20 +26,13 @@ from convoy.runlog.schema import LayerEntry, PredictionLine
 from convoy.simulate.interval import around
 from convoy.train.record import EpochResult, Observer
 
-MAX_ROWS = 20
-"""If a plan has more rows than this, consecutive layers with the same shares are drawn in one row."""
-
-MIN_TEXT_PART = 0.07
-"""Minimum width of a box with text, as a fraction of its row; narrower boxes have only a tooltip."""
-
-COLOURS = 8
-"""Number of device colours. Further devices reuse them, hatched."""
-
-WIDTH, HEIGHT = 1000, 400
-"""Size of a chart, in SVG units."""
-
-MAX_POINTS = 600
-"""Maximum number of drawn points of a line."""
+MAX_ROWS = 20  # if a plan has more rows, consecutive layers with the same shares are drawn in one
+MIN_TEXT_PART = 0.07  # of its row: the width of the narrowest box with text; narrower ones have only a tooltip
+COLOURS = 8  # of devices; further devices reuse them, hatched
+WIDTH, HEIGHT = 1000, 400  # of a chart, in SVG units
+MAX_POINTS = 600  # of a drawn line
+RELOAD_S = 5  # a browser reloads the page of an unfinished run after this time
+MAX_WRITING = 0.05  # fraction of a training's time for writing its page
 
 FORMATS: Mapping[str, Callable[[float], str]] = {
     "plain": plain,
@@ -50,11 +44,6 @@ FORMATS: Mapping[str, Callable[[float], str]] = {
 Point = tuple[float, float]
 Tick = tuple[float, str]
 """Relative position on the axis (0 to 1), and text."""
-
-RELOAD_S = 5
-
-MAX_WRITING = 0.05
-"""Maximum fraction of a training's time for writing its page."""
 
 RESOURCES = {
     "cores": ("CPU cores used by each process", "plain"),
@@ -76,16 +65,14 @@ UNITS = {
 }
 
 
-# --- line charts: the drawing scales to any width but its text does not, so ticks have relative positions (0 to 1) ------------
+# Line charts: the drawing scales to any width but its text does not, so ticks have relative positions (0 to 1).
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A line of a chart.
+    """A line of a chart, with the CSS classes `look`.
 
-    Attributes:
-        look: CSS classes.
-        is_smooth: draw it twice: the raw values faintly, and a curve that the page's slider smooths.
+    `is_smooth`: draw it twice: the raw values faintly, and a curve that the page's slider smooths.
     """
 
     label: str
@@ -190,15 +177,11 @@ def thinned(points: Sequence[Point]) -> Sequence[Point]:
 
 
 def write_report(run: Path, output: Path | None = None, *, reload_s: int = 0) -> Path:
-    """Write the page of a run and return its path.
+    """Write the page of a run, given as its folder or log, and return its path.
 
     Args:
-        run: the folder of a run, or its log.
         output: None: report.html in the folder; for a log, its name with the suffix .html.
         reload_s: seconds until a browser loads the page again; 0: never.
-
-    Raises:
-        InputError: the log is missing or invalid, or the page cannot be written.
     """
     log = log_of(run)
     target = output or (run / "report.html" if os.path.isdir(run) else log.with_suffix(".html"))
@@ -243,9 +226,9 @@ def page_of(record: RunRecord, reload_s: int = 0) -> str:
     try:
         return render(
             "page.html", reload_s=reload_s, record=record, title=title_of(record), state=state_of(record),
-            names=names, ids=ids, cards=summary_of(record), curves=_curves(record), rate=_rate(record),
-            now=now, bars=[_bar(record, place) for place in range(len(names))], resources=resource_charts(record),
-            shares=_shares(record), settings=settings_of(record),
+            names=names, ids=ids, cards=summary_of(record), curves=loss_charts(record), rate=rate_chart(record),
+            now=now, bars=[time_boxes(record, place) for place in range(len(names))], resources=resource_charts(record),
+            shares=share_chart(record), settings=settings_of(record),
         )  # fmt: skip
     except (IndexError, OverflowError, ValueError) as error:
         raise InputError(
@@ -282,14 +265,8 @@ def state_of(record: RunRecord) -> str:
 
 def settings_of(record: RunRecord) -> list[tuple[str, str, str]]:
     """Return name, value and source of every setting."""
-    return [
-        (
-            name.removesuffix("_s").replace("_", "-"),
-            "–" if value is None else str(value),
-            record.run.sources.get(name, ""),
-        )
-        for name, value in record.run.options.items()
-    ]
+    sources, options = record.run.sources, record.run.options.items()
+    return [(key_of(name), "–" if value is None else str(value), sources.get(name, "")) for name, value in options]
 
 
 def summary_of(record: RunRecord) -> list[tuple[str, str, str]]:
@@ -324,7 +301,7 @@ def summary_of(record: RunRecord) -> list[tuple[str, str, str]]:
     return cards
 
 
-def _curves(record: RunRecord) -> list[Chart]:
+def loss_charts(record: RunRecord) -> list[Chart]:
     lr = [(row.step, row.lr) for row in record.steps if row.lr is not None]
     losses = Curve("training loss", record.losses, is_smooth=True)
     tests = Curve("accuracy", record.tests, dots=True)
@@ -335,7 +312,7 @@ def _curves(record: RunRecord) -> list[Chart]:
     ]
 
 
-def _rate(record: RunRecord) -> Chart:
+def rate_chart(record: RunRecord) -> Chart:
     span, curves = record.span, [Curve("measured", record.rates, is_smooth=True)]
     if record.prediction is not None:
         curves.append(Curve("predicted", [(x, record.prediction.samples_per_s) for x in span], "prediction"))
@@ -360,7 +337,7 @@ def resource_charts(record: RunRecord) -> list[Chart]:
     return charts
 
 
-def _shares(record: RunRecord) -> Chart:
+def share_chart(record: RunRecord) -> Chart:
     """Return a chart of each device's share of the arithmetic, by step."""
     points: dict[int, list[Point]] = {}
     ends = [each.step for each in record.plans[1:]] + [record.steps_done]
@@ -381,7 +358,7 @@ class Box:
     title: str
 
 
-def _bar(record: RunRecord, device: int) -> list[Box]:
+def time_boxes(record: RunRecord, device: int) -> list[Box]:
     """Return the boxes of a device's time by activity; none if it was not measured."""
     return [
         Box(kind, part, f"{part:.0%}" if part >= MIN_TEXT_PART else "",
@@ -389,9 +366,6 @@ def _bar(record: RunRecord, device: int) -> list[Box]:
         for kind, part in zip(("computing", "exchange", "rest"), record.time_shares(device) or (), strict=False)
         if part > 0.0005
     ]  # fmt: skip
-
-
-# --- the plan as a picture: rows of layers in data flow order, each with a box per device -------------------------------------
 
 
 def bands(layers: Sequence[LayerEntry]) -> list[list[LayerEntry]]:
@@ -444,9 +418,6 @@ def _parts(layer: LayerEntry) -> list[float]:
 def colour(device: int) -> str:
     """Return the CSS classes of a device's colour."""
     return f"d{device % COLOURS}" + " again" * (device >= COLOURS)
-
-
-# --- templates ----------------------------------------------------------------------------------------------------------------
 
 
 def render(template: str, *, reload_s: int = 0, **values: Any) -> str:

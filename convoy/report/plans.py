@@ -29,16 +29,13 @@ BASIS: Mapping[Basis | None, str] = {
     "(convoy measure)",
 }
 
-# --- convoy plan --------------------------------------------------------------------------------------------------------------
-
 
 def show_all(
     console: Console, rows: Sequence[PlanPrediction], request: PlanRequest, counts: Sequence[tuple[int, float]] = ()
 ) -> None:
     """Print all predicted plans, then details of the last one, which is the chosen plan.
 
-    Args:
-        counts: (number of devices, samples/s) for growing sets of the fastest devices.
+    `counts` has (number of devices, samples/s) for growing sets of the fastest devices.
     """
     row, names, show = rows[-1], request.names, partial(console.print, soft_wrap=True)
     _show_predictions(console, rows, request)
@@ -148,9 +145,6 @@ def _show_layers(console: Console, row: PlanPrediction, request: PlanRequest) ->
     Screen(visible=True, console=console).plan(row.plan, rows, work_shares(steps, graph))
 
 
-# --- convoy predict -----------------------------------------------------------------------------------------------------------
-
-
 def show_forecast(
     console: Console, found: Forecast, fleet: Fleet, net: str, image: tuple[int, int, int], took_s: float
 ) -> None:
@@ -190,14 +184,12 @@ def show_forecast(
             f"{in_bytes(found.shared.traffic_bytes)} sent per step; limited by {found.shared.bound}."
         )
     if found.basis == "described" and len(request.names) > 1:
-        smallest = "no size that fits the fastest device"
-        if found.from_batch is not None:
-            smallest = f"{found.from_batch:,} samples or more"
+        batches = found.from_batch
+        smallest = "no size that fits the fastest device" if batches is None else f"{batches:,} samples or more"
         show(f"Batch: it pays with {smallest}.")
         if found.asked_links:
-            slowest = (
-                f"no rate up to {_link(LINKS[-1])}" if found.from_link is None else f"{_link(found.from_link)} or more"
-            )
+            rate = found.from_link
+            slowest = f"no rate up to {_link(LINKS[-1])}" if rate is None else f"{_link(rate)} or more"
             here = "" if fleet.network is None else f" (here {_link(fleet.network.send_bytes_per_s)})"
             show(f"Link: it pays with {slowest}{here}.")
     show(f"Based on {BASIS[found.basis]}. Nine of ten measurements lie in an interval.")
@@ -237,8 +229,9 @@ def _link(bytes_per_s: float) -> str:
     return f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s"
 
 
-def show_classes(console: Console, classes: Sequence[DeviceClass]) -> None:
+def show_classes(classes: Sequence[DeviceClass]) -> None:
     """Print the catalogue, a row per class."""
+    console = Screen(visible=True).console
     print_table(
         console, f"{len(classes)} device classes",
         ("class", "description", "float32", "memory/s", "memory", "watts"),

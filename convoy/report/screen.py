@@ -22,12 +22,8 @@ from convoy.report.numbers import in_bytes, seconds
 from convoy.runlog.schema import DeviceLine
 from convoy.train.record import EpochResult, Evaluation, History, Observer, StepResult
 
-FILE_WIDTH = 250
-"""Line width of tables in a file or a pipe, so that nothing is cut off."""
-
-LINE_EVERY_S = 10.0
-"""Seconds between lines of progress if there is no terminal."""
-
+FILE_WIDTH = 250  # of tables in a file or a pipe, so that nothing is cut off
+LINE_EVERY_S = 10.0  # between lines of progress if there is no terminal
 
 Row = Sequence[str]
 
@@ -35,12 +31,7 @@ Row = Sequence[str]
 def print_table(
     console: Console, title: str, columns: Row, rows: Iterable[Row], texts: Row = (), total: Row = ()
 ) -> None:
-    """Print a table.
-
-    Args:
-        texts: names of text columns, which are left-aligned; the others hold numbers.
-        total: a last row, below a line.
-    """
+    """Print a table, with `total` below a line. The columns `texts` are left-aligned; the others hold numbers."""
     table = Table(title=title, title_justify="left")
     for name in columns:
         table.add_column(name, justify="left" if name in texts else "right", overflow="fold")
@@ -53,13 +44,9 @@ def print_table(
 
 
 class Wait:
-    """A display of the current task: a spinner on a terminal, otherwise a line every ten seconds.
+    """A display of the current task: a spinner on a terminal, otherwise a line every ten seconds. Call it with the task.
 
-    Call it with the name of the task.
-
-    Args:
-        about_s: expected seconds; None: unknown.
-        first_s: seconds without output at first, if there is no terminal.
+    `about_s` are the expected seconds, `first_s` those without output at first if there is no terminal.
     """
 
     def __init__(self, console: Console, text: str, about_s: float | None = None, first_s: float = 0.0) -> None:
@@ -198,16 +185,7 @@ class Screen:
         print_table(
             self.console,
             f"Devices over {wall_s:.1f} s: {train_s:.1f} s of training, {rest_s:.1f} s of evaluation and saving",
-            (
-                "device",
-                "slowed down",
-                "of the speed",
-                "of the arithmetic",
-                "busy",
-                "exchange and wait",
-                "all else",
-                "sent",
-            ),
+            ("device", "slowed down", "of speed", "of arithmetic", "busy", "exchange and wait", "all else", "sent"),
             rows,
         )
 
@@ -217,9 +195,7 @@ class Screen:
             at = f"step {history.best.step}, in epoch {history.best.epoch + 1}"
             self.line(f"Best test accuracy: {history.best.accuracy:.2%} after {at}")
         if history.diverged is not None:
-            self.line(
-                f"WARNING: the training has diverged: its loss is not a finite number since step {history.diverged}"
-            )
+            self.line(f"WARNING: the training has diverged: its loss is not finite since step {history.diverged}")
 
     def comparison(
         self, together: History, alone: History, devices: Sequence[tuple[str, str, float]], reason: str
@@ -246,10 +222,7 @@ class Screen:
             return
         times = sum(epoch.train_s for epoch in alone.epochs) / sum(epoch.train_s for epoch in together.epochs)
         if times <= 1:
-            self.line(
-                "One device alone was faster: a step has too little arithmetic for this network, or the devices share the "
-                "cores of one machine. convoy measure and convoy plan predict this before training."
-            )
+            self.line("One device alone was faster. convoy measure and convoy plan predict this before training.")
             return
         same = "" if reason.startswith("INEXACT") else f", with the same losses (to {apart:.1g})"
         slowdowns = [slowdown for _, _, slowdown in devices]

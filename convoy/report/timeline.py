@@ -23,11 +23,8 @@ KINDS = {
 
 LANES: tuple[Activity, ...] = ("compute", "send", "receive")
 
-WIDTH, LANE = 1000.0, 10.0
-"""Width of a device's drawing, and height of a lane, in SVG units."""
-
-JOINED = 1 / 1500
-"""Short events of one kind are drawn as one if the gap between them is below this fraction of the step."""
+WIDTH, LANE = 1000.0, 10.0  # of a device's drawing, and height of a lane, in SVG units
+JOINED = 1 / 1500  # of a step: short events of one kind with a smaller gap between them are drawn as one
 
 
 def kind_of(activity: str, label: str) -> str:

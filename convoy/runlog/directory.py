@@ -42,12 +42,15 @@ def paths_of(directory: RunDirectory | None) -> list[str | None] | None:
     return [str(directory.log), None if directory.folder is None else str(directory.folder)]
 
 
+NO_FOLDER = "cannot make the folder {} for the log: {}; give --log FILE, or --log none"
+
+
 def check_directory(settings: Settings) -> None:
     """Raise InputError if :func:`make_directory` would fail."""
     if settings.log is None:
         folder = runs_folder() if settings.checkpoint is None else run_folder(settings.checkpoint)
         if why := unwritable(folder):
-            raise InputError(_no_folder(folder, why))
+            raise InputError(NO_FOLDER.format(folder, why))
 
 
 def make_directory(settings: Settings) -> RunDirectory | None:
@@ -58,12 +61,8 @@ def make_directory(settings: Settings) -> RunDirectory | None:
         folder = new_folder(settings.net) if settings.checkpoint is None else run_folder(settings.checkpoint)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(_no_folder(error.filename, str(error.strerror))) from None
+        raise InputError(NO_FOLDER.format(error.filename, error.strerror)) from None
     return RunDirectory(folder / LOG_NAME, folder)
-
-
-def _no_folder(folder: Path | str, why: str) -> str:
-    return f"cannot make the folder {folder} for the log: {why}; give --log FILE, or --log none"
 
 
 def runs_folder() -> Path:

@@ -18,14 +18,9 @@ from typing import Any, Protocol, Self
 from convoy.runlog.schema import SystemLine
 from convoy.train.record import EpochResult, Evaluation, Observer, StepResult
 
-MAX_ROWS = 10_000
-"""Maximum rows in the queue of a slow sink; further rows are dropped."""
-
-CLOSE_S = 10.0
-"""Maximum wait for a sink at the end of a training."""
-
-MLFLOW_PARAMS, MLFLOW_METRICS = 100, 1000
-"""Maximum numbers of parameters and of metrics in one MLflow call."""
+MAX_ROWS = 10_000  # in the queue of a slow sink; further rows are dropped
+CLOSE_S = 10.0  # to wait for a sink at the end of a training
+MLFLOW_PARAMS, MLFLOW_METRICS = 100, 1000  # MLflow's limits of one call
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +43,7 @@ class MetricSink(Protocol):
 class Logger(Observer):
     """An observer that writes loss, learning rate, samples/s and test accuracy to a sink. Leaving its context closes it.
 
-    Args:
-        name: of the sink, for messages.
-        make: creates the sink.
-        tell: called once with a line of text when numbers are lost.
+    Its thread calls `make` for the sink, which messages call `name`. `tell` is called once with a line when numbers are lost.
     """
 
     def __init__(self, name: str, make: Callable[[], MetricSink], tell: Callable[[str], None] = warnings.warn) -> None:
@@ -185,39 +177,25 @@ class _MLflow:
 def to_tensorboard(folder: Path, step: int = 0, tell: Callable[[str], None] = warnings.warn) -> Logger:
     """Return a logger that writes TensorBoard's event files into a folder, which is created if missing.
 
-    Args:
-        step: steps before the run was resumed; TensorBoard drops its events of later ones.
+    `step` are the steps before the run was resumed; TensorBoard drops its events of later ones.
     """
     return Logger(f"TensorBoard in {folder}", partial(_TensorBoard, folder, step), tell)
 
 
 def to_wandb(
-    project: str,
-    name: str | None = None,
-    settings: Mapping[str, Any] | None = None,
-    folder: Path | None = None,
+    project: str, name: str | None = None, settings: Mapping[str, Any] | None = None, folder: Path | None = None,
     tell: Callable[[str], None] = warnings.warn,
-) -> Logger:
-    """Return a logger to a run of Weights & Biases, which reads its own variables: WANDB_MODE=offline, WANDB_ENTITY, ...
-
-    Args:
-        name, folder: of the run, and for its files; None: W&B chooses.
-        settings: configuration of the run.
-    """
+) -> Logger:  # fmt: skip
+    """Return a logger to a run of Weights & Biases, which reads its own variables: WANDB_MODE=offline, WANDB_ENTITY, ..."""
     return Logger("W&B", partial(_Wandb, project, name, settings or {}, folder), tell)
 
 
 def to_mlflow(
-    uri: str,
-    name: str | None = None,
-    settings: Mapping[str, Any] | None = None,
+    uri: str, name: str | None = None, settings: Mapping[str, Any] | None = None,
     tell: Callable[[str], None] = warnings.warn,
-) -> Logger:
+) -> Logger:  # fmt: skip
     """Return a logger to a run of MLflow, in the experiment that MLFLOW_EXPERIMENT_NAME names, or else in "convoy".
 
-    Args:
-        uri: of the tracking store: http://host:5000, sqlite:///mlflow.db.
-        name: of the run; None: MLflow chooses.
-        settings: parameters of the run.
+    `uri` is that of the tracking store: http://host:5000, sqlite:///mlflow.db.
     """
     return Logger("MLflow", partial(_MLflow, uri, name, settings or {}), tell)

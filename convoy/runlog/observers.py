@@ -18,8 +18,7 @@ from convoy.runtime.clock import Clock
 from convoy.simulate.interval import Within
 from convoy.train.record import EpochResult, Evaluation, Observer
 
-SYSTEM_EVERY_S = 5.0
-"""Seconds between two system lines; gathering one takes some milliseconds."""
+SYSTEM_EVERY_S = 5.0  # between two system lines; gathering one takes some milliseconds
 
 
 class StepTimer(Observer):

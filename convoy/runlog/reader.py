@@ -15,11 +15,8 @@ from convoy.runlog import schema
 
 LOG_NAME = "log.jsonl"
 
-MIN_STEP_S = 1e-9
-"""Shorter steps are ignored: the clock was set back, or the log was edited."""
-
-MIN_STEPS = 5
-"""Minimum number of steps with the current shares for a median of only these."""
+MIN_STEP_S = 1e-9  # shorter steps are ignored: the clock was set back, or the log was edited
+MIN_STEPS = 5  # with the current shares, for a median of only these
 
 _REMEDY = "give the folder of a run, or the log that it wrote"
 
@@ -39,7 +36,6 @@ class RunRecord:
 
     Attributes:
         prediction: of the last plan that the planner chose.
-        steps: sorted by number.
         seconds: duration of each step; None for the first step, and for the first after an evaluation.
         plans: the first plan, and one for each change.
         end: None while the run continues, or if it was killed.
@@ -153,11 +149,7 @@ def newest_run(runs: Path) -> Path:
 
 
 def read_log(path: Path) -> RunRecord:
-    """Read a log. Its last line may be incomplete.
-
-    Raises:
-        InputError: the file cannot be read, is empty or is not the log of a run; the message names the line.
-    """
+    """Read a log. Its last line may be incomplete. InputError: it is not the log of a run; the message names the line."""
     try:
         with open_regular(path) as file:
             content = file.read()

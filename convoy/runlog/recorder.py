@@ -45,10 +45,6 @@ class Recorder:
 
     Attributes:
         folder: of the run, on device 0's host.
-
-    Raises:
-        InputError: the folder cannot be created, or another run writes there. Raised on every device.
-        DeviceLostError: a device did not create its recorder in time.
     """
 
     _log: RunLog | None = None

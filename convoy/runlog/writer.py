@@ -43,9 +43,6 @@ class RunLog(Observer):
         report: called with a line of text if the log ends early.
         from_lost: continue the log of a lost process. That process may be suspended with the file open, so a copy replaces
             the file. Missing folders are created.
-
-    Raises:
-        InputError: the file cannot be written, or another run writes it.
     """
 
     def __init__(

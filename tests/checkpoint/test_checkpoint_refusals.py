@@ -85,7 +85,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     ),
     "weights gone": ("model.safetensors", Path.unlink, "cannot be read: No such file"),
     "foreign": ("checkpoint.json", lambda p: p.write_bytes(b"\x89PNG\r\n\x1a\n\xff"), "it is not text"),
-    "foreign JSON": ("checkpoint.json", lambda p: p.write_text('{"name": "x"}'), "format: Field required"),
+    "foreign JSON": ("checkpoint.json", lambda p: p.write_text('{"name": "x"}'), "progress: Field required"),
     "text cut": ("checkpoint.json", cut, "or was damaged: the file: Invalid JSON"),
     "another type": (
         "checkpoint.json",

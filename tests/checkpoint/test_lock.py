@@ -13,13 +13,7 @@ from torch import nn
 
 from convoy.checkpoint import Checkpointer, Progress, latest, save_checkpoint
 from convoy.checkpoint.run_folder import LOCK
-from convoy.comm.group import Group
 from convoy.errors import InputError
-from convoy.plan.presets import Speeds
-from convoy.runtime.module import Distributed
-from tests.support import nets
-from tests.support.one_device import Training, by_name, one_trace
-from tests.support.threads import run_on_threads
 
 HOLDS = """
 import fcntl, os, sys, time
@@ -71,30 +65,6 @@ def test_a_second_run_is_refused_until_the_first_is_killed(tmp_path: Path) -> No
         second = keeper(folder)
         assert second.begin(resume=True).epoch == 1, "the worker of the killed run still lives"
         second.at_end()
-
-
-def test_all_devices_report_that_the_folder_is_locked(tmp_path: Path) -> None:
-    training, whole = Training("two-conv", (6,)), nets.build("two-conv")
-    plan = by_name("data", "two-conv", speeds=Speeds((1.0, 1.0, 1.0)))
-
-    def device(group: Group) -> str:
-        x, _ = training.batches(whole)[0]
-        model = Distributed(whole, plan, group, x[:2])
-        here = Checkpointer(tmp_path / "run", model, torch.optim.SGD(model.parameters(), lr=0.1))
-        try:
-            here.begin(resume=False)
-        except InputError as error:
-            return str(error)
-        finally:
-            here.close()
-        return "began"
-
-    with one_trace("two-conv", torch.float64):
-        with another_run(tmp_path / "run") as other:
-            said = run_on_threads(3, device, timeout_s=20)
-            assert said == [said[0]] * 3
-            assert f"process {other.pid} on " in said[0]
-        assert run_on_threads(3, device, timeout_s=20) == ["began"] * 3
 
 
 def test_uncreatable_lock_file_is_an_error(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Bad input to the command is refused, and devices are chosen, before anything starts."""
 
 import json
-import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,15 +96,9 @@ REFUSED: list[tuple[list[str], list[str]]] = [
         ["EMPTY holds no cifar-10-batches-bin", "unpack https://", "leave --data-dir out to download"],
     ),
     (["--data", "cifar10", "--data-dir", "NOWHERE"], ["NOWHERE is no folder", "--data-dir"]),
-    (
-        ["--data", "cifar10", "--data-dir", "CORRUPT"],
-        ["data_batch_1.bin cannot be read", "add it"],
-    ),
+    (["--data", "cifar10", "--data-dir", "CORRUPT"], ["data_batch_1.bin cannot be read", "add it"]),
     (["--optimizer", "lion"], ["--optimizer 'lion'", "choose one of adam, adamw, sgd"]),
-    (
-        ["--reduce", "tree"],
-        ["--reduce 'tree'", "butterfly", "ring", "star"],
-    ),
+    (["--reduce", "tree"], ["--reduce 'tree'", "butterfly", "ring", "star"]),
     (["--batch", "0"], ["--batch 0: input should be greater than or equal to 1"]),
     (["--lr", "inf"], ["--lr inf: input should be a finite number"]),
     (["--checkpoint-steps", "5"], ["--checkpoint-steps without --checkpoint: name the folder"]),
@@ -194,13 +187,6 @@ def test_refused_job_keeps_older_log_and_plan(plan_file: Path, tmp_path: Path, m
         argv = ["train", *TINY, *options, "--log", str(log), "--save-plan", str(plan_file), "--speeds", "1"]
         assert convoy_in_process(monkeypatch, argv) == 2
         assert contents(tmp_path) == before
-
-
-def test_port_in_use_is_reported_at_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        assert convoy_in_process(monkeypatch, ["train", *TINY, *TWO, "--port", str(port)]) == 2
-    assert f"error: cannot listen at 127.0.0.1 port {port}" in capsys.readouterr().err
 
 
 def test_failed_demo_returns_the_status_of_its_training(

@@ -40,12 +40,7 @@ from tests.support.good_files import (
     used_or_refused,
     written,
 )
-from tests.support.mutations import (
-    mutated_bytes,
-    mutated_json,
-    mutated_lines,
-    mutated_tree,
-)
+from tests.support.mutations import mutated_bytes, mutated_json, mutated_lines, mutated_tree
 
 # ------------------------------------------------------------------------------------------------------------------ files
 

@@ -45,13 +45,7 @@ def convoy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
 def test_predict_prints_an_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("two-conv:50:500", "--image", "3,32,32", "--classes", "10", "--batch", "256")
     out = convoy(monkeypatch, capsys, "predict", *words, "--on", "zen5-core,laptop-cpu", "--link", "10 Gbit/s")
-    for said in (
-        "Would it pay? ",
-        "nine of ten",
-        "Batch: it pays",
-        "Link: it pays",
-        "Based on ",
-    ):
+    for said in ("Would it pay? ", "nine of ten", "Batch: it pays", "Link: it pays", "Based on "):
         assert said in out, out
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -161,16 +160,6 @@ def test_command_line_errors_name_the_option(run: Path) -> None:
         resolve_settings(run, {"batch": -3})
 
 
-def test_unreadable_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"cannot read the run file .*gone.toml: No such file.*; give a TOML file"):
-        resolve_settings(tmp_path / "gone.toml", {})
-    with pytest.raises(InputError, match=r"cannot read the run file .*: it is a folder"):
-        resolve_settings(tmp_path, {})
-    (tmp_path / "picture").write_bytes(b"\x89PNG\xff")
-    with pytest.raises(InputError, match="picture: it is not UTF-8 text"):
-        resolve_settings(tmp_path / "picture", {})
-
-
 @pytest.mark.parametrize("name", ["slowdown", "speeds"])
 def test_empty_list_is_refused(name: str, tmp_path: Path) -> None:
     """Regression: `slowdown = []` counted as not given, and trained with factors of 1."""
@@ -212,19 +201,7 @@ def test_help_fits_one_screen_and_points_to_the_rest() -> None:
     """Regression: it listed 62 options on 250 lines."""
     text = help_text("--help")
     assert len(text.splitlines()) <= 33
-    for option in (
-        "data",
-        "net",
-        "batch",
-        "epochs",
-        "lr",
-        "plan",
-        "devices",
-        "fleet",
-        "checkpoint",
-        "log",
-        "help-all",
-    ):
+    for option in ("data", "net", "batch", "epochs", "lr", "plan", "devices", "fleet", "checkpoint", "log", "help-all"):
         assert f"  --{option} " in text
     assert "<bool>" not in text
     assert "--drop-factor" not in text
@@ -319,31 +296,6 @@ ON_AND_ON = [
     *("--ema", "0.9", "--clip-norm", "1", "--schedule", "step", "--drop-epochs", "1", "--drop-factor", "0.5"),
 ]
 """Epochs of four steps."""
-
-
-def test_interrupted_run_resumes_exactly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Interrupt mid-epoch: order, momentum, schedule, average and log continue, also with other micro-batches."""
-    whole, cut, folder = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl", tmp_path / "run"
-    keeping = ["--checkpoint", str(folder), "--checkpoint-steps", "3"]
-    assert command(monkeypatch, ["train", *ON_AND_ON, "--epochs", "3", "--log", str(whole)]) == 0
-    assert command(monkeypatch, ["train", *ON_AND_ON, *keeping, "--epochs", "2", "--log", str(cut)]) == 0
-    for path in folder.glob("*-step-8"):
-        shutil.rmtree(path)
-    assert sorted(path.name for path in folder.glob("*-step-*"))[-1] == "000003-step-6"
-    kept = [line for line in cut.read_text().splitlines() if json.loads(line).get("step", 0) < 6]
-    cut.write_text("\n".join(line for line in kept if json.loads(line)["what"] == "step") + "\n")
-    going_on = [*keeping, "--resume", "--epochs", "3", "--accumulate", "4", "--log", str(cut)]
-    capsys.readouterr()
-    assert command(monkeypatch, ["train", *ON_AND_ON, *going_on]) == 0
-    assert f"continues from {folder}/000003-step-6: step 6, epoch 1" in capsys.readouterr().out
-    expected, found = ([row for row in told(log) if row["what"] == "step"] for log in (whole, cut))
-    assert [row["step"] for row in found] == list(range(12))
-    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in expected], rel=1e-4), "float32"
-    ends = [[row for row in told(log) if row["what"] == "epoch"][-1] for log in (whole, cut)]
-    assert ends[0]["accuracy"] == ends[1]["accuracy"]
-    assert ends[0]["lr"] == ends[1]["lr"] == pytest.approx(0.05 / 8)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from convoy.checkpoint import checkpoint as checkpoint_module
 from convoy.comm.processes import JoinedGroup
-from convoy.elastic import members as members_module
 from convoy.elastic.members import Members
 from convoy.errors import InputError
 from lab.chaos import TIGHT, Blow, Case
@@ -82,18 +80,6 @@ def test_faults_depend_on_the_seed_alone(kind: str) -> None:
     assert found.blows[: len(case.blows)] == case.blows
     assert {blow.kind for blow in found.blows[len(case.blows) :]} == {kind}
     assert len({with_troubles(drawn(seed), [kind]).blows[-1].at for seed in range(30)}) > 5
-
-
-def test_chaos_detects_an_unrestored_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    restore = members_module.restore
-
-    def forgetful(kept: dict[str, Any], optimizers: Any, others: Any, *rest: Any) -> Any:
-        return restore({**kept, "others": [each.state_dict() for each in others]}, optimizers, others, *rest)
-
-    monkeypatch.setattr(members_module, "restore", forgetful)
-    found = run(Case(1, 3, "model", epochs=1, schedule="step", blows=(Blow(1, "kill", 3, 1),)))
-    assert not found.short
-    assert found.apart > 1e-3
 
 
 def test_losing_both_copies_of_a_shard_returns_to_the_checkpoint() -> None:

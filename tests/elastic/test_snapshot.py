@@ -5,14 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from convoy.elastic.snapshot import (
-    TIMED,
-    interval_of,
-    newest_whole,
-    transfers,
-    uncovered,
-    without,
-)
+from convoy.elastic.snapshot import TIMED, interval_of, newest_whole, transfers, uncovered, without
 from convoy.layout.layout import Box, Layout, OnOne, Replicated, Split, box, entries, whole
 
 

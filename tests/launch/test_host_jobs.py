@@ -16,7 +16,7 @@ from convoy.fleet import Device, Fleet, Host, Nic, read_fleet
 from convoy.launch.agent import from_line, meeting_point, to_line
 from convoy.launch.fleet import startable, train_on_fleet
 from convoy.launch.host_job import MALLOC_NAMES, JobOptions, device_environments, host_jobs, memory_environment
-from convoy.launch.ssh import agent_command, remedy, ssh_call, ssh_program
+from convoy.launch.ssh import remedy, ssh_call, ssh_program
 from convoy.launch.supervisor import by_line
 from tests.support.commands import TINY, convoy_in_process
 from tests.support.processes import PLACE
@@ -86,13 +86,11 @@ def test_only_hosts_with_addresses_are_started(
 
 def test_ssh_never_waits_or_prompts() -> None:
     host = Host("a", "10.0.0.1", user="ann", ssh_port=2222, folder="my nets")
-    call = ssh_call(
-        ssh_program({"CONVOY_SSH": "ssh -F 'lab config'"}), host, agent_command(host, "/usr/bin/python3", "/x")
-    )
+    call = ssh_call(ssh_program({"CONVOY_SSH": "ssh -F 'lab config'"}), host, "cd 'my nets' && true")
     assert call[:3] == ["ssh", "-F", "lab config"]
     assert {"BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5"} <= set(call)
     assert call[-7:-1] == ["-l", "ann", "-p", "2222", "--", "10.0.0.1"]
-    assert call[-1] == "cd 'my nets' && exec /usr/bin/python3 -m convoy.launch.agent"
+    assert call[-1] == "cd 'my nets' && true"
     assert ssh_program({}) == ["ssh"]
     with pytest.raises(InputError, match=r"CONVOY_SSH=\"ssh 'x\": no command line"):
         ssh_program({"CONVOY_SSH": "ssh 'x"})
@@ -235,13 +233,7 @@ def test_measure_starts_with_the_same_options(
         "convoy.launch.fleet.run_on_fleet", lambda _, *given, **named: told.append((*given, named)) or 0
     )
     assert convoy_in_process(monkeypatch, argv) == 0
-    assert told == [
-        (
-            argv,
-            JobOptions(),
-            {"files": [fleet_file]},
-        )
-    ]
+    assert told == [(argv, JobOptions(), {"files": [fleet_file]})]
     assert capsys.readouterr().out == "Device 0 is on host attic: the job writes its files there.\n"
 
 

@@ -105,10 +105,7 @@ def heard(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("launcher", "members", "what"),
-    [
-        pytest.param(HERE, 3, "leaves", id="here-some"),
-        pytest.param(FLEET, 2, "ends", id="fleet-all"),
-    ],
+    [pytest.param(HERE, 3, "leaves", id="here-some"), pytest.param(FLEET, 2, "ends", id="fleet-all")],
 )
 def test_sigterm_finishes_the_step_then_ends_or_leaves(tmp_path: Path, launcher: str, members: int, what: str) -> None:
     """Regression: SIGTERM killed devices within the step; nothing was saved, and the others saw a loss."""

@@ -3,13 +3,12 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from convoy.report.page import write_report
 from tests.support.browser import Page, browsing, needs_browser
-from tests.support.run_logs import PREDICTION, RESHARE, epoch, layer, whole_run, write
+from tests.support.run_logs import PREDICTION, RESHARE, epoch, whole_run, write
 
 pytestmark = needs_browser
 
@@ -143,27 +142,6 @@ def widths(page: Page, selector: str) -> list[float]:
         f"[...document.querySelectorAll({json.dumps(selector)})].map(each => each.getBoundingClientRect().width)"
     )
     return [width / sum(found) for width in found]
-
-
-def test_long_and_markup_names_are_safe(browser: Page, tmp_path: Path) -> None:
-    """Users name nets and devices: no name may run as code, widen the page or be lost."""
-    evil = "<script>document.title='taken'</script>&amp;\"'"
-    rows: list[dict[str, Any]] = [row for row in whole_run() if row["what"] != "reshare"]
-    rows[0]["options"]["net"] = evil
-    rows[1]["devices"][0]["host"] = evil
-    rows[2]["plan"]["name"] = evil
-    rows[2]["layers"] = [layer("a_very_long_name." * 20, evil, "filter", ["1", "2", "3"], note=evil)]
-    rows[3]["names"][0] = evil
-    browser.resize(390)
-    browser.open(write_report(write(tmp_path / "run.jsonl", rows)))
-    browser.evaluate(UNFOLD)
-    assert browser.evaluate("document.title") == f"{evil} on digits – Convoy"
-    assert browser.evaluate("document.scripts.length") == 1
-    assert browser.evaluate("document.querySelector('h1').innerText") == f"{evil} on digits"
-    for section in ("plan", "devices", "step", "settings"):
-        assert evil in text_of(browser, section)
-    needs, has = browser.evaluate(OVERFLOW)
-    assert needs <= has == 390
 
 
 # --------------------------------------------------------------------------------------------- what the script does

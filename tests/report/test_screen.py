@@ -56,7 +56,7 @@ def test_names_are_printed_unchanged_and_uncut(terminal: bool) -> None:
         # Solo speeds of 4/6, 1, 1/4 and 1/2 of the fastest: 2.4 times as fast is possible.
         (FOUR, 2000.0, "4 devices trained 2.0 times as fast as the fastest of them alone: 83% of the 2.4 that their "),
         ([("cuda:0", "attic", 1.0)] * 2, 1500.0, "2 devices trained 1.5 times as fast as one CPU alone, with the same"),
-        (FOUR, 900.0, "One device alone was faster: a step has too little arithmetic for this network"),
+        (FOUR, 900.0, "One device alone was faster."),
     ],
 )
 def test_a_comparison_ends_with_how_many_times_faster(

@@ -1,8 +1,6 @@
 """A run's log: its location, lines, writing and continuation."""
 
-import errno
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -20,7 +18,7 @@ from convoy.plan.text import layer_rows, work_shares
 from convoy.report.numbers import seconds
 from convoy.report.page import write_report
 from convoy.runlog.reader import read_log
-from convoy.runlog.schema import LINE, EvaluationLine, PlanLine, ReshardLine
+from convoy.runlog.schema import EvaluationLine, PlanLine, ReshardLine
 from convoy.runlog.writer import RunLog, plan_line
 from convoy.train.record import EpochResult, Evaluation, StepResult
 from tests.support.one_device import by_name, graph_of
@@ -193,21 +191,6 @@ def test_a_log_of_an_older_version_is_read(tmp_path: Path) -> None:
     assert "Finished: 40 of 40 steps." in write_report(path, tmp_path / "page.html").read_text()
 
 
-def test_log_lines_round_trip(tmp_path: Path) -> None:
-    """The present code writes the lines of an old log as they were, but for the traffic of layers and added fields."""
-    for text in Path(__file__).with_name("old_log.jsonl").read_text().splitlines():
-        with RunLog(tmp_path / "log") as log:
-            log.write(LINE.validate_json(text))
-        (new,), old = rows_of(tmp_path / "log"), json.loads(text)
-        layers = [(each["bytes"], each["layer"]) for each in new.pop("layers", [])]
-        assert layers == [
-            (each["sum_bytes"] + sum(move["bytes"] for move in each["moves"]), each["layer"])
-            for each in old.pop("layers", [])
-        ]
-        old.pop("outputs", None)
-        assert {key: new[key] for key in old} == old
-
-
 def test_the_log_of_a_suspended_device_is_continued_by_another(tmp_path: Path) -> None:
     """Regression: it held the file's lock while suspended, so no log had the others' steps."""
     path = tmp_path / "log"
@@ -226,32 +209,6 @@ def test_the_log_of_a_suspended_device_is_continued_by_another(tmp_path: Path) -
 def test_unwritable_log_names_a_remedy(place: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=rf"cannot write the log .*: {why}; give a path in a folder that exists"):
         RunLog(tmp_path / place)
-
-
-def test_full_disk_ends_the_log_but_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last line is cut, and the reader leaves it out."""
-    path, told, write, free = tmp_path / "log", list[str](), os.write, [1500]
-
-    def disk(handle: int, data: bytes) -> int:
-        if not free[0]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written = write(handle, data[: free[0]])
-        free[0] -= written
-        return written
-
-    with RunLog(path, report=told.append) as log:
-        monkeypatch.setattr("convoy.runlog.writer.os.write", disk)
-        log.run({})
-        for step in range(20):
-            log.write(EvaluationLine(step=step, epoch=0, accuracy=0.1, best=True))
-    (line,) = told
-    assert line == (
-        f"WARNING: cannot write the log {path} (No space left on device): training continues, and the log ends here"
-    )
-    assert len(path.read_bytes()) == 1500
-    record = read_log(path)
-    assert record.is_cut
-    assert 0 < len(record.evaluations) < 20
 
 
 def test_a_diverged_training_still_writes_json(tmp_path: Path) -> None:
