@@ -69,9 +69,8 @@ def run(
         if given["devices"] is not None:
             raise InputError(f"--devices {settings.devices} with --fleet: the file names the devices; leave it out")
         files = sent_modules(fleet, Path.cwd())
-        raise typer.Exit(
-            script_on_fleet(fleet, argv, options, print_for=print_for, image=image, files=files, listen=listen)
-        )
+        more = {"print_for": print_for, "image": image, "listen": listen}
+        raise typer.Exit(script_on_fleet(fleet, argv, options, files=files, **more))
     raise typer.Exit(_run_here(argv, settings, options, joins=join is not None))
 
 
@@ -83,10 +82,8 @@ def _open_to_joining(listen: str | None, join: str | None, one_of_job: bool) -> 
     if one_of_job:  # the launcher has checked and printed the rest
         return
     if not os.environ.get(KEY_FILE):
-        raise InputError(
-            f"{'--listen' if listen else '--join'} without --job-key: joining devices prove themselves by it; make one with "
-            "`convoy fleet key FILE`, and give it on both machines"
-        )
+        rule = "joining devices prove themselves by it; make one with `convoy fleet key FILE`, for both machines"
+        raise InputError(f"{'--listen' if listen else '--join'} without --job-key: {rule}")
     if listen is not None:
         line = f"convoy run --join {listen} --job-key FILE"
         print(f"Others may join: {line}, with the same script and arguments", flush=True)
