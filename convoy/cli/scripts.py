@@ -42,17 +42,14 @@ def run(
     if not argv:
         raise InputError("nothing to run: give a script and its arguments, e.g. convoy run --devices 4 train.py")
     if module is None and not os.path.isfile(argv[0]):
-        raise InputError(
-            f"the script {argv[0]} is not there: give the path of a Python file; options of convoy run go before it, those "
-            "of the script after it"
-        )
+        remedy = "give the path of a Python file; options of convoy run go before it, those of the script after it"
+        raise InputError(f"the script {argv[0]} is not there: {remedy}")
     settings = resolve_settings(None, given).settings
     one_of_job, listen = in_job(), settings.listen
     choose(settings.job_key, settings.trust_network, os.environ)
     if (listen and join) or ((listen or join) and print_for is not None) or (join and (settings.fleet or one_of_job)):
-        raise InputError(
-            "--listen and --join: give one of them, --join with one device of this machine, and neither with --print"
-        )
+        rule = "give one of them, --join with one device of this machine, and neither with --print"
+        raise InputError(f"--listen and --join: {rule}")
     if listen or join:
         _open_to_joining(listen, join, one_of_job)
     if one_of_job:

@@ -99,10 +99,8 @@ def _check_devices(settings: Settings) -> None:
     """Compare the numbers of slowdowns, speeds and memory sizes with the number of devices."""
     count, slowdowns, speeds, memory = len(settings.device_names), settings.slowdowns, settings.speeds, settings.memory
     if len(slowdowns) != count or not 1 <= min(slowdowns) <= max(slowdowns) <= MAX_SLOWDOWN:
-        raise InputError(
-            f"--slowdown {_listed(slowdowns)}: give one factor of 1 or more, up to {MAX_SLOWDOWN:g}, for each of the {count} "
-            f"devices, e.g. --slowdown {_listed((1.0,) * count)}"
-        )
+        rule = f"give one factor from 1 to {MAX_SLOWDOWN:g} for each of the {count} devices"
+        raise InputError(f"--slowdown {_listed(slowdowns)}: {rule}, e.g. --slowdown {_listed((1.0,) * count)}")
     if speeds is not None and settings.plan == AUTO:
         raise InputError("--speeds with --plan auto, which measures every layer: leave it out, or name a plan")
     if speeds is not None and (len(speeds) != count or not 1e-12 <= min(speeds) <= max(speeds) <= 1e12):
