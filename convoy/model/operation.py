@@ -173,7 +173,7 @@ def _in_one_format(y: Any) -> Any:
     This happens for a single sample with permuted axes. torch 2.13 then computes wrong gradients of batch norm if the input
     or the output's gradient is such a tensor: on a device with one sample, but not on a device with all samples.
     """
-    if not isinstance(y, Tensor) or y.dim() not in _CHANNELS_LAST or len(y) != 1:
+    if not isinstance(y, Tensor) or y.dim() not in _CHANNELS_LAST or y.size(0) != 1:
         return y
     y = _unambiguous(y)
     if y.grad_fn is not None and "BatchNorm" in y.grad_fn.name():

@@ -16,7 +16,7 @@ from convoy.plan import steps as st
 from convoy.plan.placing import kept_layouts, placements, used_layouts
 from convoy.plan.plan import Plan
 from convoy.plan.steps import ComputeStep, InputGradient, MicroBatch, Move, Phase, Step, StepList, SumGradients, Value
-from convoy.plan.strategy import Batch, One, parameter_holders
+from convoy.plan.strategy import One, parameter_holders
 
 BUCKET_ENTRIES = 500_000
 """Entries at which a bucket of gradients is summed: enough for full bandwidth, few enough to overlap with backward."""
@@ -186,12 +186,9 @@ class _Lowering:
         own = {name: self.values[name].layout for name in self.graph.outputs if self.graph[name].batched}
         if self.plan.outputs == "everywhere" or not own:
             return dict.fromkeys(self.graph.outputs, everyone)
-        match self.plan.otherwise:
-            case One(device):
-                stay: Layout = OnOne(device)
-            case Batch(shares):
-                stay = Split(0, rescale(shares, self.batch))
-        stay = next(filter(st.by_samples, own.values()), stay)
+        how = self.plan.otherwise
+        default = OnOne(how.device) if isinstance(how, One) else Split(0, rescale(how.shares, self.batch))
+        stay: Layout = next(filter(st.by_samples, own.values()), default)
         return {name: stay if name in own else everyone for name in self.graph.outputs}
 
     @property

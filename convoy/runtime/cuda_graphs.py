@@ -20,24 +20,20 @@ from convoy.model.graph import Layer
 from convoy.model.operation import Operation, Ref
 from convoy.model.tracing.copies import hooked
 from convoy.plan.device_program import Compute, Fused, Pack
-from convoy.runtime.kernels import Call
-from convoy.runtime.program import Program
+from convoy.runtime.program import LayerCall, Program
 
 if TYPE_CHECKING:
     from convoy.runtime.executor import Executor
 
-WARM_UP = 3
-"""Runs of a region before it is captured: a batch size that occurs once per epoch is not worth it."""
+WARM_UP = 3  # runs of a region before it is captured: a batch size that occurs once per epoch is not worth it
 
-MOST_GRAPHS = 64
-"""Most regions that are captured per model and device: each keeps the memory of its activations."""
+MOST_GRAPHS = 64  # per model and device: each keeps the memory of its activations
 
 KINDS = ("conv", "conv_transpose", "linear", "filters", "batch_norm", "elementwise", "pool", "flatten", "parts", "join")
 """Kinds of layers that are captured."""
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""Allowed difference from the layers, relative to the largest entry: a library may choose another kernel during capture.
-Other dtypes: 0.1."""
+"""Allowed difference from the layers, relative to the largest entry: libraries may choose another kernel. Others: 0.1."""
 
 Key = tuple[torch.dtype | None, bool]
 """Dtype of the layers' arithmetic (None: their own), and whether backward follows."""
@@ -45,8 +41,7 @@ Key = tuple[torch.dtype | None, bool]
 Regions = Mapping[tuple[int, int], "GraphRegion"]
 """Regions by segment number and index of their first layer."""
 
-_Place = tuple[dict[str, Any], str]
-"""A parameter or buffer: the module's dict that holds it, and its name there."""
+_Place = tuple[dict[str, Any], str]  # of a parameter or buffer: the module's dict that holds it, and its name
 
 
 @dataclass
@@ -73,19 +68,16 @@ class GraphRegion:
     """Consecutive layers of a segment that run as one graph.
 
     Attributes:
-        ops, calls, modules: the layers, the functions that compute them, and their modules.
+        layers, modules: the layers, and their modules.
         reads, writes: names of its inputs, and of its outputs that later layers use.
-        drops: for each layer, the values that no later layer reads.
         key: dtype of the layers' arithmetic, and whether backward follows.
         runs: number of runs without a graph; negative: the region is not captured.
     """
 
-    ops: Sequence[Compute]
-    calls: Sequence[Call]
+    layers: Sequence[LayerCall]
     modules: Sequence[nn.Module]
     reads: Sequence[str]
     writes: Sequence[str]
-    drops: Sequence[Sequence[str]]
     key: Key
     runs: int = 0
     graph: "CapturedGraph | None" = None
@@ -102,7 +94,7 @@ class GraphRegion:
         if self.graph is None or not self.graph.fits(inputs):
             return 0
         values.update(zip(self.writes, self.graph.replay(inputs), strict=True))
-        return len(self.ops)
+        return len(self.layers)
 
     def _capture(self, inputs: Sequence[Tensor], graphs: CudaGraphs) -> None:
         try:
@@ -116,9 +108,9 @@ class GraphRegion:
     def compute(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Compute the layers one by one."""
         values = dict(zip(self.reads, inputs, strict=True))
-        for op, call, drops in zip(self.ops, self.calls, self.drops, strict=True):
-            values[op.writes[0]] = call([values[name] for name in op.reads], op.size.samples)
-            for name in drops:
+        for layer in self.layers:
+            values[layer.write] = layer.call([values[name] for name in layer.reads], layer.samples)
+            for name in layer.drops:
                 values.pop(name, None)
         return [values[name] for name in self.writes]
 
@@ -170,6 +162,7 @@ class CapturedGraph:
             self.graded = [y.requires_grad for y in made]
             self._given = [y.detach().clone() for y in made if y.requires_grad]
             wanted += backward() if sources and self._given else []
+            made.clear()  # autograd's nodes of the weights must be made during the capture, on its stream
             record = recorder()
             self._forward, self._outputs = record(forward)
             self._gradients: Sequence[Tensor | None] = ()
@@ -250,13 +243,17 @@ def can_capture(device: torch.device) -> bool:
 
 def recorder() -> Callable[[Callable[[], list[Any]]], tuple[Callable[[], None], list[Any]]]:
     """Return a function that captures work, and returns a function that repeats it and its results, in fixed memory."""
-    pool = torch.cuda.graph_pool_handle()
+    pool, generator = torch.cuda.graph_pool_handle(), torch.cuda.default_generators[torch.cuda.current_device()]
 
     def record(work: Callable[[], list[Any]]) -> tuple[Callable[[], None], list[Any]]:
-        graph = torch.cuda.CUDAGraph()
-        # "thread_local", because the threads of the loader and of messages call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            results = work()
+        graph, state = torch.cuda.CUDAGraph(), generator.clone_state()
+        try:
+            # "thread_local", because the threads of the loader and of messages call CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                results = work()
+        except BaseException:  # the generator believes that the capture continues
+            generator.graphsafe_set_state(state)
+            raise
         return graph.replay, results
 
     return record
@@ -293,38 +290,36 @@ def regions_of(executor: "Executor", program: Program, key: Key) -> Regions:
     """Return the regions (two layers or more) of all segments of a program."""
     starts: set[str] = set()  # backward starts an all-reduce after these layers
     for fused in program.program.backward:
-        layer = ""
+        last = ""
         for operation in fused.operations if isinstance(fused, Fused) else ():
             if isinstance(operation, Compute):
-                layer = operation.layer
+                last = operation.layer
             elif isinstance(operation, Pack):
-                starts.add(layer)
+                starts.add(last)
     found: dict[tuple[int, int], GraphRegion] = {}
     for fused in program.program.forward:
         if not isinstance(fused, Fused):
             continue
-        bound, computed = program.fused[fused.number], [op for op in fused.operations if isinstance(op, Compute)]
-        runs: list[list[Compute]] = [[]]
-        for op in computed:
-            computes = executor.traced.graph[op.layer]
+        calls = program.segments[fused.number].calls
+        runs: list[list[LayerCall]] = [[]]
+        for call in calls:
+            layer = executor.traced.graph[call.layer]
             # Weights that are freed after use have no fixed memory.
-            freed = any(p.key in program.freed for p in computes.parameters.values())
-            usable = not freed and is_plain_call(computes, executor.traced.operations[op.layer], executor.model)
-            if not usable or op.layer in starts:
+            freed = any(p.key in program.freed for p in layer.parameters.values())
+            usable = not freed and is_plain_call(layer, executor.traced.operations[call.layer], executor.model)
+            if not usable or call.layer in starts:
                 runs.append([])
             if usable:
-                runs[-1].append(op)
-        for ops in [run for run in runs if len(run) > 1]:
-            start = computed.index(ops[0])
-            paths = [path for op in ops for path in executor.traced.operations[op.layer].modules]
+                runs[-1].append(call)
+        for run in [run for run in runs if len(run) > 1]:
+            start = calls.index(run[0])
+            paths = [path for each in run for path in executor.traced.operations[each.layer].modules]
             modules = [*dict.fromkeys(m for path in paths for m in executor.model.get_submodule(path).modules())]
-            calls = [executor.call_of(op.layer, bound) for op in ops]
-            inside = {op.writes[0] for op in ops}
-            reads = [*dict.fromkeys(name for op in ops for name in op.reads if name not in inside)]
-            used = {*fused.writes}.union(*(op.reads for op in computed[start + len(ops) :]))
-            writes = [op.writes[0] for op in ops if op.writes[0] in used]
-            drops = bound.drops[start : start + len(ops)]
-            found[fused.number, start] = GraphRegion(ops, calls, modules, reads, writes, drops, key)
+            inside = {each.write for each in run}
+            reads = [*dict.fromkeys(name for each in run for name in each.reads if name not in inside)]
+            used = {*fused.writes}.union(*(each.reads for each in calls[start + len(run) :]))
+            writes = [each.write for each in run if each.write in used]
+            found[fused.number, start] = GraphRegion(run, modules, reads, writes, key)
     return found
 
 

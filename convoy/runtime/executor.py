@@ -1,6 +1,7 @@
 """Run the program of one device, forward and then backward, operation by operation."""
 
 import math
+import operator
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from convoy.runtime.clock import Clock
 from convoy.runtime.cuda_graphs import CudaGraphs, Regions, regions_of
 from convoy.runtime.exchange import Buffers, Lane, Slots
 from convoy.runtime.gradients import Found, SegmentSums, Sums, Worker, collect, own_memory, packed, unpack
-from convoy.runtime.program import BoundFused, Item, Program
+from convoy.runtime.program import BoundSegment, Item, LayerCall, Program
 from convoy.runtime.weights import GatheredParameters, PlanInUse
 
 
@@ -94,7 +95,34 @@ class Executor:
         with_gradients = without_gradients(steps, graph, missing) if missing else steps
         computed = [s for s in with_gradients.phase("backward") if isinstance(s, ComputeStep) and s.part != "input"]
         reached = tuple(dict.fromkeys(p.key for step in computed for p in graph[step.layer].trainable))
-        return Program(steps, made, graph, self.model, reached)
+        program = Program(steps, made, graph, reached)
+        for op in made.forward:
+            if isinstance(op, ops.Fused):
+                program.segments[op.number] = self._segment(op, program.gathered)
+        return program
+
+    def _segment(self, fused: ops.Fused, gathered: Sequence[str]) -> BoundSegment:
+        """Look up everything that forward needs for a segment: in each step it would take the host 10 us per layer."""
+        graph, computed = self.traced.graph, [op for op in fused.operations if isinstance(op, ops.Compute)]
+        wants = dict.fromkeys(fused.reads, False)
+        last: dict[str, int] = {}
+        for number, op in enumerate(computed):
+            last.update(dict.fromkeys((*op.reads, *op.writes), number))
+            for name, wanted in zip(op.reads, op.wants, strict=True):
+                if name in wants:
+                    wants[name] = wants[name] or wanted
+        calls = []
+        for number, op in enumerate(computed):
+            layer = graph[op.layer]
+            held = [p for p in layer.parameters.values() if p.key not in gathered]
+            # A sharded layer's module cannot be called itself.
+            whole = all(tuple(operator.attrgetter(p.key)(self.model).shape) == p.shape for p in held)
+            call = self.calls[op.layer] if whole else self.arithmetic[op.layer].call
+            drops = [name for name, user in last.items() if user == number and name not in fused.writes]
+            calls.append(
+                LayerCall(op.layer, op.reads, op.writes[0], call, op.size.samples, layer.differentiable, drops)
+            )
+        return BoundSegment(tuple(wants.values()), calls)
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
@@ -143,8 +171,8 @@ class Executor:
             lane.run(item.operations, buffers, item.dtype)
 
     def _fused_forward(self, fused: ops.Fused, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
-        bound = tape.program.fused[fused.number]
-        wants = [keep and wanted for wanted in bound.wants]
+        segment = tape.program.segments[fused.number]
+        wants = [keep and wanted for wanted in segment.wants]
         with self.clock.segment(self._expected_s(fused, tape.program), fused.phase), torch.set_grad_enabled(keep):
             roots = [kernels.enter(buffers[k]) if w else buffers[k] for k, w in zip(fused.reads, wants, strict=True)]
             own: dict[str, Any] = dict(zip(fused.reads, roots, strict=True))
@@ -152,25 +180,23 @@ class Executor:
             del roots
             with kernels.under_autocast(tape.precision, self.group.torch_device.type):
                 ready = 0  # a CUDA graph has done the computations before this index
-                for number, (op, drops) in enumerate(zip(fused.operations, bound.drops, strict=True)):
-                    assert isinstance(op, ops.Compute)
+                for number, layer in enumerate(segment.calls):
                     if self.graphs is not None and (region := tape.regions.get((fused.number, number))) is not None:
                         ready = number + region.run(own, self.graphs)
                     if number >= ready:
-                        inputs = [own[name] for name in op.reads]
-                        with torch.set_grad_enabled(keep and self.traced.graph[op.layer].differentiable):
-                            own[op.writes[0]] = self.call_of(op.layer, bound)(inputs, op.size.samples)
+                        inputs = [own[name] for name in layer.reads]
+                        if keep and not layer.differentiable:
+                            with torch.no_grad():
+                                own[layer.write] = layer.call(inputs, layer.samples)
+                        else:
+                            own[layer.write] = layer.call(inputs, layer.samples)
                         del inputs
-                    for name in drops:
+                    for name in layer.drops:
                         own.pop(name, None)  # values inside a CUDA graph are not in the dict
             made = [kernels.widened(own[name], tape.precision) for name in fused.writes]
         buffers.update(zip(fused.writes, map(kernels.detached, made), strict=True))
         if keep:
             tape.fused[fused.number] = (begin, tuple(map(kernels.edge_of, made)))
-
-    def call_of(self, layer: str, bound: BoundFused) -> kernels.Call:
-        # A sharded layer's module cannot be called itself.
-        return self.calls[layer] if layer in bound.whole else self.arithmetic[layer].call
 
     def _expected_s(self, fused: ops.Fused, program: Program) -> dict[str, float]:
         key = (fused.number, fused.phase)
@@ -251,7 +277,7 @@ class Executor:
         inputs = [buffers.get(name) for name in program.program.input_gradients]
         inputs = [g if g is None or g.untyped_storage().data_ptr() not in taken else g.clone() for g in inputs]
         taken |= {g.untyped_storage().data_ptr() for g in inputs if g is not None}
-        parameters = {key: self._parameter(key) for key in (*program.reached, *found)}
+        parameters = {key: self._parameter(key) for key in {*program.reached, *found}}
         for key in program.reached:
             # Every device needs a gradient of every reached parameter, so that all optimizers see the same number of them:
             # empty if the parameter is on other devices, zeros if other devices wait for the sum.
@@ -329,7 +355,7 @@ class Executor:
             del pairs
             gradients = roots.or_zeros(results)
         wanted = [
-            name for name, wants in zip(fused.writes, tape.program.fused[fused.number].wants, strict=True) if wants
+            name for name, wants in zip(fused.writes, tape.program.segments[fused.number].wants, strict=True) if wants
         ]
         buffers.update((name, g) for name, g in zip(wanted, gradients, strict=True) if name)
         for key, gradient in zip(parameters, results, strict=True):

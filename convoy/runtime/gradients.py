@@ -198,15 +198,14 @@ class SegmentSums:
         end_lap: Callable[[], None],
     ) -> None:
         self._model, self._buffers, self._found, self._sums, self._end_lap = model, buffers, found, sums, end_lap
+        self._packs = {op.step: op for op in fused.operations if isinstance(op, Pack)}
         self._missing: dict[int, set[str]] = {}
-        self._packs: dict[int, Pack] = {}
         self._collected: set[str] = set()
         computed: set[str] = set()
-        for op in fused.operations:
+        for op in fused.operations if self._packs else ():
             if isinstance(op, Compute) and op.part != "input":
                 computed.update(p.key for p in graph[op.layer].trainable)
             elif isinstance(op, Pack):
-                self._packs[op.step] = op
                 self._missing[op.step] = computed.intersection(op.keys)
 
     @contextmanager
@@ -293,12 +292,15 @@ def own_memory(parameter: nn.Parameter, gradient: Tensor, taken: set[int]) -> Te
 
     For example, `a` and `b` in `a + b` get the same gradient tensor.
     """
-    gradient = gradient.view_as(parameter)
+    if gradient.shape != parameter.shape:
+        gradient = gradient.view_as(parameter)
     storage = gradient.untyped_storage()
-    own = storage.data_ptr() not in taken and storage.nbytes() == gradient.numel() * gradient.element_size()
-    result = gradient if own or parameter.grad is not None else gradient.clone()  # existing .grad: autograd adds
-    taken.add(result.untyped_storage().data_ptr())
-    return result
+    address = storage.data_ptr()
+    if (address in taken or storage.nbytes() != gradient.nbytes) and parameter.grad is None:  # else autograd adds
+        gradient = gradient.clone()
+        address = gradient.untyped_storage().data_ptr()
+    taken.add(address)
+    return gradient
 
 
 def global_norm(group: Group, gradients: Iterable[tuple[Tensor, bool]], norm_type: float = 2.0) -> float:

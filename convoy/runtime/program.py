@@ -1,15 +1,13 @@
 """Prepare device programs for the executor: group operations, find buffers to free and devices that draw random numbers."""
 
-import operator
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from convoy.comm.control_messages import gather
 from convoy.comm.group import Group
@@ -18,6 +16,7 @@ from convoy.model.graph import Graph
 from convoy.plan import device_program as ops
 from convoy.plan.steps import ComputeStep, GatherStatistics, GatherWeights, StepList, SumGradients
 from convoy.runtime.gradients import SumLane
+from convoy.runtime.kernels import Call
 
 _ON_LANE = (ops.Make, ops.View, ops.Copy, ops.Add, ops.Merge, ops.ExchangeRound, ops.WaitRound)
 
@@ -37,18 +36,24 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class BoundFused:
-    """A segment's properties that the executor needs in addition to its operations.
+class LayerCall:
+    """One layer of a segment in forward: the function that computes it, and the values to free after it (`drops`)."""
 
-    Attributes:
-        wants: for each value that the segment reads, whether it needs a gradient.
-        drops: for each layer in forward, the values to free after it: no later layer reads them.
-        whole: layers whose module can be called, because this device holds all of their parameters.
-    """
+    layer: str
+    reads: tuple[str, ...]
+    write: str
+    call: Call
+    samples: int
+    differentiable: bool
+    drops: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundSegment:
+    """The calls of a fused operation in forward, and for each value that it reads, whether it needs a gradient."""
 
     wants: tuple[bool, ...]
-    drops: tuple[tuple[str, ...], ...]
-    whole: frozenset[str]
+    calls: Sequence[LayerCall]
 
 
 class Program:
@@ -63,20 +68,16 @@ class Program:
         owned_outputs: for each output, whether the model no longer needs its memory.
     """
 
-    def __init__(
-        self, steps: StepList, program: ops.DeviceProgram, graph: Graph, model: nn.Module, reached: tuple[str, ...]
-    ) -> None:
-        self.steps, self.program = steps, program
+    def __init__(self, steps: StepList, program: ops.DeviceProgram, graph: Graph, reached: tuple[str, ...]) -> None:
+        self.steps, self.program, self.reached, device = steps, program, reached, program.device
         dtypes = {step.id: getattr(torch, graph[name].dtype) for step in steps.steps if (name := _layer_of(step))}
         self.forward = _items(program.forward, set(program.outputs), dtypes)
         self.backward = _items(program.backward, set(program.input_gradients), dtypes)
-        gathers = [s for s in steps.steps if isinstance(s, GatherWeights) and program.device in s.devices]
+        gathers = [s for s in steps.steps if isinstance(s, GatherWeights) and device in s.devices]
         self.gathered = tuple(dict.fromkeys(key for step in gathers for key in step.keys))
         self.freed = frozenset(k for op in program.forward if isinstance(op, ops.FreeWeights) for k in op.keys)
         self.random = RandomNumbers(steps, graph)
         self.owned_outputs = tuple(_is_owned(graph, v.layer, 0) for v in steps.outputs)
-        self.reached = reached
-        device = program.device
         self.waiting = frozenset(k for s in steps.later if device in s.devices and not s.flags for k in s.keys)
         summed = [s for s in steps.steps if isinstance(s, SumGradients)]
         self.into_shares = frozenset(key for step in summed if step.into for key in step.keys)
@@ -85,9 +86,7 @@ class Program:
         self.statistics = {
             name: (step.members, value) for step in shared for name, value in zip(step.layers, step.reads, strict=True)
         }
-        self.fused = {
-            op.number: _bound(op, graph, model, self.gathered) for op in program.forward if isinstance(op, ops.Fused)
-        }
+        self.segments: dict[int, BoundSegment] = {}  # by number
         self.expected_s: dict[tuple[int, str], dict[str, float]] = {}  # by segment and phase
         self.regions: dict[tuple[torch.dtype | None, bool], Any] = {}  # see `convoy.runtime.cuda_graphs`
         self.variants: dict[tuple[frozenset[int], frozenset[str]], Program] = {}
@@ -131,28 +130,6 @@ def _items(operations: Sequence[ops.Operation], kept: set[str], dtypes: Mapping[
         items.append(Item(tuple(row), tuple(named - seen), dtype or torch.float32))
         seen |= named
     return items[::-1]
-
-
-def _bound(fused: ops.Fused, graph: Graph, model: nn.Module, gathered: Collection[str]) -> BoundFused:
-    computed = [op for op in fused.operations if isinstance(op, ops.Compute)]
-    wants = dict.fromkeys(fused.reads, False)
-    for op in computed:
-        for key, wanted in zip(op.reads, op.wants, strict=True):
-            if key in wants:
-                wants[key] = wants[key] or wanted
-    last: dict[str, int] = {}
-    for number, op in enumerate(computed):
-        last.update(dict.fromkeys((*op.reads, *op.writes), number))
-    drops: list[list[str]] = [[] for _ in computed]
-    for key, number in last.items():
-        if key not in fused.writes:
-            drops[number].append(key)
-    parameters = [
-        (op.layer, p) for op in computed for p in graph[op.layer].parameters.values() if p.key not in gathered
-    ]
-    split = {layer for layer, p in parameters if tuple(operator.attrgetter(p.key)(model).shape) != p.shape}
-    whole = frozenset(op.layer for op in computed) - split
-    return BoundFused(tuple(wants.values()), tuple(map(tuple, drops)), whole)
 
 
 # --- random numbers ----------------------------------------------------------------------------------------------------

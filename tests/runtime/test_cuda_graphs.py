@@ -124,7 +124,7 @@ def test_dropout_draws_the_same_numbers(made: list[CudaGraphs]) -> None:
             losses.append(train(part, [8] * 6))
     assert losses[1] == losses[0]
     assert_used(made)
-    captured = [op.layer for region in regions_in(part) for op in region.ops]
+    captured = [op.layer for region in regions_in(part) for op in region.layers]
     assert captured
     assert not any(part.traced[True].graph[name].random for name in captured)
 
@@ -288,7 +288,7 @@ def test_region_ends_where_a_gradient_sum_starts(monkeypatch: pytest.MonkeyPatch
         here = Distributed(model, plan, group, x)
         program = here._programs.get(True, 8)
         found = cuda_graphs.regions_of(here._executors[True], program, (None, True))
-        return [[op.layer for op in region.ops] for region in found.values()]
+        return [[op.layer for op in region.layers] for region in found.values()]
 
     assert run_on_threads(2, modules) == [[["1", "2", "3"], ["4", "5"]]] * 2
 
@@ -396,15 +396,36 @@ def test_copies_count_their_own_graphs(made: list[CudaGraphs]) -> None:
     assert count
 
 
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@gpu
 @pytest.mark.parametrize("net", ["two-conv", "resnet"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_gpu_replays_the_same_numbers(net: str, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     dtype = torch.float32 if autocast else torch.float64
-    plain, replayed = (
-        train(alone(nets.build(net, dtype=dtype), cuda_graphs=graphs, device="cuda"), [8] * 8, autocast=autocast)
-        for graphs in (False, True)
-    )
+    parts = [alone(nets.build(net, dtype=dtype), cuda_graphs=graphs, device="cuda") for graphs in (False, True)]
+    plain, replayed = (train(part, [8] * 8, autocast=autocast) for part in parts)
     assert replayed == pytest.approx(plain, rel=1e-3 if autocast else 1e-12)
+    graphs = parts[1].cuda_graphs
+    assert graphs is not None
+    assert graphs.captured
+    assert not graphs.refused
+
+
+@pytest.mark.cuda
+@gpu
+def test_failed_capture_leaves_the_gpu_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    torch.cuda.manual_seed(5)
+    wanted = torch.rand(4, device="cuda").tolist()
+    torch.cuda.manual_seed(5)
+    x = torch.ones(4, device="cuda")
+    with pytest.raises(RuntimeError):
+        cuda_graphs.recorder()(lambda: [x.sum().item()])
+    assert torch.rand(4, device="cuda").tolist() == wanted
+    work, results = cuda_graphs.recorder()(lambda: [x * 2])
+    work()
+    assert results[0].tolist() == [2.0] * 4
