@@ -25,7 +25,6 @@ def in_bytes(count: int) -> str:
 
 
 def in_bits(bytes_per_s: float) -> str:
-    """Format a rate as Gbit/s or Mbit/s."""
     bits = bytes_per_s * 8
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 
