@@ -62,8 +62,8 @@ from convoy.errors import InputError, shown
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import WeightAverage
 
+# Optimizer settings that do not affect results. They are not restored: the current machine's apply.
 OF_THE_MACHINE = ("foreach", "fused", "capturable", "param_names")
-"""Optimizer settings that do not affect results. They are not restored: the current machine's apply."""
 
 
 class Stateful(Protocol):
@@ -183,10 +183,8 @@ def try_to_save(
                 try:
                     tidy(folder)
                 except OSError as error:
-                    report(
-                        f"{path} is saved, but {error.filename or folder} could not be tidied ({error.strerror}): {BEST} may "
-                        "link to an earlier one, and old checkpoints may stay; remove what is in the way"
-                    )
+                    why = f"{error.filename or folder} could not be tidied ({error.strerror})"
+                    report(f"{path} is saved, but {why}: {BEST} may link to an earlier one; remove what is in the way")
             return str(path), ""
         except InputError:
             _drain(streams)
@@ -322,18 +320,15 @@ def find_checkpoint(folder: Path) -> tuple[Path, Manifest]:
     """Return a folder that is a checkpoint, or the latest checkpoint of a run, verified. InputError names an intact one."""
     path = folder if is_checkpoint(folder) else latest(folder)
     if path is None or not os.path.isdir(path):
-        raise InputError(
-            f"{folder} holds no checkpoint, a folder such as 000001-step-100: give the folder of a run that saved one"
-        )
+        example = "a folder such as 000001-step-100"
+        raise InputError(f"{folder} holds no checkpoint, {example}: give the folder of a run that saved one")
     try:
         manifest = read_checked(path)
     except InputError as error:
         raise InputError(f"{error}; {_instead(path)}") from None
     if not manifest.finite:
-        raise InputError(
-            f"the weights of the checkpoint {path} are useless: some are NaN or infinite, so the training had diverged; "
-            f"{_instead(path)}. To read its tensors: safetensors.torch.load_file"
-        )
+        useless = f"the weights of the checkpoint {path} are useless: some are NaN or infinite"
+        raise InputError(f"{useless}, so the training had diverged; {_instead(path)}")
     return path, manifest
 
 
@@ -371,12 +366,9 @@ def check_resume(folder: Path, resume: bool, settings: Mapping[str, Any], epochs
 
 
 def _check_same(path: Path, there: Mapping[str, object], here: Mapping[str, object], remedy: str) -> None:
-    different = [
-        f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
-        for name in {**there, **here}
-        if there.get(name) != here.get(name)
-    ]
-    if different:
+    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    none = "missing"
+    if different := [f"{name} is {there.get(name, none)} there and {here.get(name, none)} here" for name in names]:
         more = f" and {len(different) - 3} more" if len(different) > 3 else ""
         raise InputError(f"the checkpoint {path} is of another run: {', '.join(different[:3])}{more}; {remedy}")
 
@@ -385,8 +377,7 @@ def _group_of(groups: Sequence[Sequence[str]]) -> dict[str, str]:
     return {name: f"in group {number}" for number, names in enumerate(groups) for name in names}
 
 
-PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0, 30.0)
-"""Pauses between attempts to write the last checkpoint of a run."""
+PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0, 30.0)  # between attempts to write the last checkpoint of a run
 
 
 class Checkpointer:
@@ -415,9 +406,7 @@ class Checkpointer:
         **others: Stateful | None,
     ) -> None:
         if every is not None and every < 1:
-            raise InputError(
-                f"a checkpoint every {every} steps: give 1 or more, or nothing for one after each evaluation"
-            )
+            raise InputError(f"a checkpoint every {every} steps: give 1 or more, or None: only after evaluations")
         self.folder, self.every, self.tell = Path(folder), every, tell
         self.contents = Contents(model, optimizer, others, settings)
         self.progress = Progress()
@@ -487,9 +476,8 @@ class Checkpointer:
             if pause_s is None:
                 raise InputError(f"the training is over, and its last state is not saved: {why}")
             if attempts == 0:
-                self._report(
-                    f"WARNING: {why}. The training is over: this is tried again for {sum(PAUSES_S):g} s", warns=True
-                )
+                again = f"The training is over: this is tried again for {sum(PAUSES_S):g} s"
+                self._report(f"WARNING: {why}. {again}", warns=True)
             time.sleep(pause_s)
 
     def reload(self) -> Progress:

@@ -35,8 +35,7 @@ MANIFEST = "checkpoint.json"
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 AVERAGE = "average.safetensors"  # for users; loading takes the averages from the optimizer's file
 
-MOST_NUMBERS = 10_000
-"""Maximum entries of a tensor in settings: larger ones would make the JSON file unreadable."""
+MOST_NUMBERS = 10_000  # entries of a tensor in settings: larger ones would make the JSON file unreadable
 
 _Count = Annotated[int, Field(ge=0, le=2**53)]
 
@@ -140,8 +139,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     if own is not None and _sha256(text.replace(f'"own_sha256": "{own}"', _UNSIGNED)) != own:
         raise InputError(f"{path} is not the file that was written: its own checksum does not fit")
     if set(manifest.files) - {AVERAGE} != wanted:
-        names = ", ".join(sorted(wanted))
-        raise InputError(f"{path} names the files {shown(sorted(manifest.files))}: a checkpoint has {names}")
+        raise InputError(f"{path} names the files {shown(sorted(manifest.files))}: a checkpoint has {sorted(wanted)}")
     return manifest
 
 
@@ -156,10 +154,8 @@ def read_checked(checkpoint: Path) -> Manifest:
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from None
         if Written(size_bytes, sha256) != expected:
-            there = f"it has {size_bytes} bytes with the sha256 {sha256}"
-            raise InputError(
-                f"{path} is not the file that was written: {there}, not {expected.size_bytes} with {expected.sha256}"
-            )
+            there = f"{size_bytes} bytes with the sha256 {sha256}, not {expected.size_bytes} with {expected.sha256}"
+            raise InputError(f"{path} is not the file that was written: it has {there}")
     return manifest
 
 
@@ -221,8 +217,7 @@ def torch_dtype(name: object) -> torch.dtype:
     return dtype
 
 
-KEEP = 3
-"""Number of latest checkpoints to keep, besides the best and the last one with finite weights."""
+KEEP = 3  # latest checkpoints, besides the best and the last one with finite weights
 
 BEST, LOCK = "best", ".lock"
 _DRAFT, _LINK = ".draft", ".best"
@@ -342,9 +337,8 @@ def hold(folder: Path) -> bool:
         os.close(handle)
         raise OSError(errno.EWOULDBLOCK, f"another run writes there, {holder}", str(folder / LOCK)) from None
     except OSError as error:
-        warnings.warn(
-            f"{folder} cannot be locked ({error.strerror}): let one run at a time write into it", stacklevel=2
-        )
+        why = f"{folder} cannot be locked ({error.strerror})"
+        warnings.warn(f"{why}: let one run at a time write into it", stacklevel=2)
     _locked[folder] = handle
     with suppress(OSError):  # a full disk does not prevent the lock
         os.ftruncate(handle, 0)

@@ -78,8 +78,9 @@ class ModelShards:
             own = inner.state_dict(keep_vars=True)
         for key, value in own.items():
             if not isinstance(value, Tensor):
+                kind = type(value).__name__
                 raise InputError(
-                    f"state_dict() has a {type(value).__name__} under {key!r}: a checkpoint holds tensors; make it a buffer"
+                    f"state_dict() has a {kind} under {key!r}: a checkpoint holds tensors; make it a buffer"
                 )
         shards = {key: tensor.detach() for key, tensor in own.items()}
         names: dict[Tensor, str] = {parameter: key for key, parameter in inner.named_parameters()}

@@ -10,6 +10,7 @@ from rich.tree import Tree
 from convoy.cli.options import app, argument, flag, in_job, option, path_of
 from convoy.errors import InputError
 from convoy.fleet import Fleet, Nic, read_fleet
+from convoy.report.numbers import in_bits
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -112,20 +113,14 @@ def _show(fleet: Fleet) -> None:
         tree.add(f"{segment.name}: {', '.join(segment.hosts)}; to all others {_rates(segment.uplink)}")
     links = tree.add("measured links") if fleet.links else tree
     for link in fleet.links:
-        speed = f"{_rate(link.bandwidth_bytes_per_s)}, {link.latency_s * 1e3:.3g} ms"
+        speed = f"{in_bits(link.bandwidth_bytes_per_s)}, {link.latency_s * 1e3:.3g} ms"
         links.add(f"{link.source} to {link.target}: {speed}")
     Console(highlight=False, markup=False).print(tree)
 
 
 def _rates(nic: Nic) -> str:
-    out, into = nic.send_bytes_per_s, nic.receive_bytes_per_s
-    speed = _rate(out) if out == into else f"{_rate(out)} out, {_rate(into)} in"
-    return f"{speed}, {nic.latency_s * 1e3:.3g} ms"
-
-
-def _rate(bytes_per_s: float) -> str:
-    bits = bytes_per_s * 8
-    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+    out, into = in_bits(nic.send_bytes_per_s), in_bits(nic.receive_bytes_per_s)
+    return f"{out if out == into else f'{out} out, {into} in'}, {nic.latency_s * 1e3:.3g} ms"
 
 
 @fleet_app.command()

@@ -23,18 +23,14 @@ if TYPE_CHECKING:  # these import torch
 
 NetName = argument("NET", "Net, as for convoy train: two-conv:K1:K2, torchvision:NAME, ...")
 FleetFile = option("PATH", "Fleet file, measured for this net by `convoy measure`, or described.")
+Optimizer = Annotated[str, option("TEXT", "Optimizer, for the memory of its state: sgd, sgd-momentum or adam.")]
+Outputs = Annotated[str, option("TEXT", "Where the outputs are: everywhere, or where-computed (for convoy.loss).")]
 QUESTION: dict[str, tuple[Any, Any]] = {
     "batch": (Annotated[int, option("N", help_of("batch"))], 64),
     "image": (Annotated[str, option("C,H,W", "Channels, height, width of the images.")], "3,32,32"),
     "classes": (Annotated[int, option("N", "Classes.")], 10),
-    "optimizer": (
-        Annotated[str, option("TEXT", "Optimizer, for the memory of its state: sgd, sgd-momentum or adam.")],
-        "sgd-momentum",
-    ),
-    "outputs": (
-        Annotated[str, option("TEXT", "Where the outputs are: everywhere, or where-computed (for convoy.loss).")],
-        "everywhere",
-    ),
+    "optimizer": (Optimizer, "sgd-momentum"),
+    "outputs": (Outputs, "everywhere"),
 }
 """Options of `convoy plan`, and with other images those of `convoy predict`: annotation and default."""
 

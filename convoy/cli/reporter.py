@@ -29,14 +29,10 @@ class Reporter(ExitStack):
     Create it after all checks of the job, because it replaces an older log.
 
     Args:
-        devices: kind, host and slowdown of each.
+        devices: kind, host and slowdown of each; as an attribute, by id.
         directory: of the log, on every device, because each may have to continue it.
         images: training images of an epoch.
         done: steps before the run was resumed.
-
-    Attributes:
-        devices, speeds: by id.
-        log: on device 0 only.
     """
 
     def __init__(

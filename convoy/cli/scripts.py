@@ -42,17 +42,14 @@ def run(
     if not argv:
         raise InputError("nothing to run: give a script and its arguments, e.g. convoy run --devices 4 train.py")
     if module is None and not os.path.isfile(argv[0]):
-        raise InputError(
-            f"the script {argv[0]} is not there: give the path of a Python file; options of convoy run go before it, those "
-            "of the script after it"
-        )
+        remedy = "give the path of a Python file; options of convoy run go before it, those of the script after it"
+        raise InputError(f"the script {argv[0]} is not there: {remedy}")
     settings = resolve_settings(None, given).settings
     one_of_job, listen = in_job(), settings.listen
     choose(settings.job_key, settings.trust_network, os.environ)
     if (listen and join) or ((listen or join) and print_for is not None) or (join and (settings.fleet or one_of_job)):
-        raise InputError(
-            "--listen and --join: give one of them, --join with one device of this machine, and neither with --print"
-        )
+        rule = "give one of them, --join with one device of this machine, and neither with --print"
+        raise InputError(f"--listen and --join: {rule}")
     if listen or join:
         _open_to_joining(listen, join, one_of_job)
     if one_of_job:
@@ -69,9 +66,8 @@ def run(
         if given["devices"] is not None:
             raise InputError(f"--devices {settings.devices} with --fleet: the file names the devices; leave it out")
         files = sent_modules(fleet, Path.cwd())
-        raise typer.Exit(
-            script_on_fleet(fleet, argv, options, print_for=print_for, image=image, files=files, listen=listen)
-        )
+        more = {"print_for": print_for, "image": image, "listen": listen}
+        raise typer.Exit(script_on_fleet(fleet, argv, options, files=files, **more))
     raise typer.Exit(_run_here(argv, settings, options, joins=join is not None))
 
 
@@ -83,10 +79,8 @@ def _open_to_joining(listen: str | None, join: str | None, one_of_job: bool) -> 
     if one_of_job:  # the launcher has checked and printed the rest
         return
     if not os.environ.get(KEY_FILE):
-        raise InputError(
-            f"{'--listen' if listen else '--join'} without --job-key: joining devices prove themselves by it; make one with "
-            "`convoy fleet key FILE`, and give it on both machines"
-        )
+        rule = "joining devices prove themselves by it; make one with `convoy fleet key FILE`, for both machines"
+        raise InputError(f"{'--listen' if listen else '--join'} without --job-key: {rule}")
     if listen is not None:
         line = f"convoy run --join {listen} --job-key FILE"
         print(f"Others may join: {line}, with the same script and arguments", flush=True)

@@ -161,7 +161,6 @@ def _own_knowledge(job: Job, model: nn.Module, example: Tensor, slowdown: float)
         print("measures itself while the others train", flush=True)
         return measured_alone(invitation.offer, settings, model, example, job.group, slowdown)
     if job.group.devices == 1 and settings.listen is not None:
-        return measured_alone(
-            {"timed": True, "measured": settings.plan == AUTO}, settings, model, example, job.group, slowdown
-        )
+        asked = {"timed": True, "measured": settings.plan == AUTO}
+        return measured_alone(asked, settings, model, example, job.group, slowdown)
     return None

@@ -154,10 +154,8 @@ def leaving(here: Sequence[JobProcess], devices: Sequence[int]) -> list[JobProce
     """Return the named devices of a job, or all on this machine. Raises InputError if they cannot leave."""
     ids, title = [row.device for row in here], _title(here)
     if unknown := [device for device in devices if device not in ids]:
-        raise InputError(
-            f"--device {unknown[0]}: the devices of {title} on this machine are {', '.join(map(str, ids))}; run convoy "
-            "leave on the machines of the others"
-        )
+        here_are = f"the devices of {title} on this machine are {', '.join(map(str, ids))}"
+        raise InputError(f"--device {unknown[0]}: {here_are}; run convoy leave on the machines of the others")
     rows = [row for row in here if not devices or row.device in devices]
     if fixed := [row for row in rows if not row.members]:
         raise InputError(

@@ -80,45 +80,36 @@ def check(settings: Settings) -> None:
             f"--fleet {settings.fleet} with --plan {settings.plan}: if its hosts have no addresses, only --plan auto reads "
             "the file; add --plan auto, or give every host its address"
         )
-    if settings.plan not in (*PLANS, AUTO):
-        _check_plan_file(settings)
+    plan, count = settings.plan, len(settings.device_names)
+    if plan in (*PLANS, AUTO):
+        return
+    if not (plan.endswith(".json") or os.path.isfile(plan)):
+        raise unknown_name("plan", plan, [*PLANS, AUTO, "a plan file (….json)"])
+    saved = Plan.load(Path(plan))
+    if settings.micro_batch != saved.batch:
+        parts = f" in {settings.accumulate} micro-batches of {settings.micro_batch}" if settings.accumulate > 1 else ""
+        remedy = f"give --batch {saved.batch * settings.accumulate}, or make a new plan"
+        raise InputError(f"--batch {settings.batch}{parts}, but the plan {plan} is for {saved.batch}: {remedy}")
+    if count != saved.devices:
+        remedy = f"give --devices {saved.devices}, or another plan"
+        raise InputError(f"--devices {count}, but the plan {plan} is for {saved.devices}: {remedy}")
 
 
 def _check_devices(settings: Settings) -> None:
     """Compare the numbers of slowdowns, speeds and memory sizes with the number of devices."""
     count, slowdowns, speeds, memory = len(settings.device_names), settings.slowdowns, settings.speeds, settings.memory
     if len(slowdowns) != count or not 1 <= min(slowdowns) <= max(slowdowns) <= MAX_SLOWDOWN:
-        raise InputError(
-            f"--slowdown {_listed(slowdowns)}: give one factor of 1 or more, up to {MAX_SLOWDOWN:g}, for each of the {count} "
-            f"devices, e.g. --slowdown {_listed((1.0,) * count)}"
-        )
+        rule = f"give one factor from 1 to {MAX_SLOWDOWN:g} for each of the {count} devices"
+        raise InputError(f"--slowdown {_listed(slowdowns)}: {rule}, e.g. --slowdown {_listed((1.0,) * count)}")
     if speeds is not None and settings.plan == AUTO:
         raise InputError("--speeds with --plan auto, which measures every layer: leave it out, or name a plan")
     if speeds is not None and (len(speeds) != count or not 1e-12 <= min(speeds) <= max(speeds) <= 1e12):
-        raise InputError(
-            f"--speeds {_listed(speeds)}: give one positive number for each of the {count} devices, from 1e-12 to 1e12"
-        )
+        rule = f"give one positive number for each of the {count} devices, from 1e-12 to 1e12"
+        raise InputError(f"--speeds {_listed(speeds)}: {rule}")
     if memory is not None and len(memory) not in (1, count):
         raise InputError(f"--memory has {len(memory)} values: give one for all devices, or one for each of the {count}")
     if memory is not None and settings.fleet is not None:
         raise InputError("--memory with --fleet: write memory_bytes of each device into the fleet file instead")
-
-
-def _check_plan_file(settings: Settings) -> None:
-    plan, count = settings.plan, len(settings.device_names)
-    if not (plan.endswith(".json") or os.path.isfile(plan)):
-        raise unknown_name("plan", plan, [*PLANS, AUTO, "a plan file (….json)"])
-    saved = Plan.load(Path(plan))
-    if settings.micro_batch != saved.batch:
-        parts = f" in {settings.accumulate} micro-batches of {settings.micro_batch}" if settings.accumulate > 1 else ""
-        raise InputError(
-            f"--batch {settings.batch}{parts}, but the plan {plan} is for {saved.batch}: give --batch "
-            f"{saved.batch * settings.accumulate}, or make a new plan"
-        )
-    if count != saved.devices:
-        raise InputError(
-            f"--devices {count}, but the plan {plan} is for {saved.devices}: give --devices {saved.devices}, or another plan"
-        )
 
 
 def check_outputs(settings: Settings) -> None:

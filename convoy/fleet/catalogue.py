@@ -32,7 +32,6 @@ class DeviceClass:
     Attributes:
         kind: its device type in torch: cpu, cuda (also ROCm), mps or xpu.
         architecture: its generation; devices of one generation reach about the same fraction of their peak.
-        cores: of a processor.
         peak_flop_per_s: float32 peak without tensor cores.
         tf32_flop_per_s: TF32 peak of tensor cores, which torch uses for convolutions; None: not available.
         memory_bytes_per_s, memory_bytes: of the memory that holds tensors.

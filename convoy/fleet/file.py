@@ -68,11 +68,7 @@ def _in_range(owner: str, row: object, *names: str, least: float = LEAST, most: 
 
 @dataclass(frozen=True)
 class Nic:
-    """The network interface of a host, shared by all its transfers in one direction.
-
-    Attributes:
-        latency_s: one-way latency to another host.
-    """
+    """The network interface of a host, shared by all its transfers in one direction, with its one-way latency."""
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
     send_bytes_per_s: _BytesPerS

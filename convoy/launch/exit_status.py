@@ -72,7 +72,19 @@ def conclude(endings: Sequence[Ending], host_lost: DeviceLostError | None = None
         raise cause.lost_peer or DeviceLostError(cause.device, _failure_text(cause))
     if host_lost is not None:
         raise host_lost
-    _print_errors(bad)
+    # Print each error that the terminal has not shown, once: device 0 has printed its own.
+    devices: dict[str, list[str]] = {}
+    for ending in bad:
+        if ending.device != 0:
+            text = "\n".join(["", *ending.lines[-SHOWN_LINES:]]).rpartition("\nerror: ")[2].strip("\n")
+            text = text or "it ended with exit status 2 and no message"
+            devices.setdefault(text, []).append(f"device {ending.device} ({ending.name})")
+    only, has_first = len(devices) == 1, any(ending.device == 0 for ending in bad)
+    for text, names in devices.items():
+        # Device 0 has printed the error of all devices, and the line of a lost device, which begins with its name.
+        if not has_first or not (only or text.startswith("device ")):
+            title = "error" if only and len(names) > 1 else f"error on {' and '.join(names)}"
+            print(f"{title}: {text}", file=sys.stderr)
     return ERROR_STATUS if bad else 0
 
 
@@ -89,19 +101,3 @@ def _failure_text(ending: Ending) -> str:
         return f"{how}. It left no error output"
     last = "\n".join(f"  {line}" for line in ending.lines[-SHOWN_LINES:])
     return f"{how}. The end of its error output:\n{last}"
-
-
-def _print_errors(bad: Sequence[Ending]) -> None:
-    """Print each error that the terminal has not shown, once: device 0 has printed its own."""
-    devices: dict[str, list[str]] = {}
-    for ending in bad:
-        if ending.device != 0:
-            text = "\n".join(["", *ending.lines[-SHOWN_LINES:]]).rpartition("\nerror: ")[2].strip("\n")
-            text = text or "it ended with exit status 2 and no message"
-            devices.setdefault(text, []).append(f"device {ending.device} ({ending.name})")
-    only = len(devices) == 1
-    for text, names in devices.items():
-        # Device 0 has printed the error of all devices, and the line of a lost device, which begins with its name.
-        if not any(ending.device == 0 for ending in bad) or not (only or text.startswith("device ")):
-            title = "error" if only and len(names) > 1 else f"error on {' and '.join(names)}"
-            print(f"{title}: {text}", file=sys.stderr)

@@ -84,9 +84,8 @@ def measure_on_fleet(fleet: Fleet, path: Path, argv: Sequence[str], devices_give
 
 def _refuse_devices(given: bool, fleet: Fleet) -> None:
     if given:
-        raise InputError(
-            f"--devices with a fleet file, which names its {len(fleet.devices)} devices: leave --devices out"
-        )
+        count = len(fleet.devices)
+        raise InputError(f"--devices with a fleet file, which names its {count} devices: leave --devices out")
 
 
 def _start(fleet: Fleet, argv: Sequence[str], options: JobOptions, files: Sequence[Path]) -> int:
@@ -198,8 +197,7 @@ def run_on_fleet(
 class _Session:
     """The session with one host: a process (ssh or local) that runs the agent. Its number is the host's first rank.
 
-    Attributes:
-        terminal: file descriptors that a local agent gives to device 0; None: its output comes in messages.
+    A local agent gives the file descriptors in `terminal` to device 0; None: its output comes in messages.
     """
 
     def __init__(self, processes: Supervisor, job: HostJob, take: Callable[["_Session", Message | None], None]) -> None:
@@ -262,8 +260,7 @@ class _Session:
 class _Hosts:
     """The sessions with all hosts of a fleet, starting with device 0's. Leaving the context ends all processes.
 
-    Attributes:
-        running: devices whose end was not reported yet.
+    `running` are the devices whose end was not reported yet.
     """
 
     def __init__(self, jobs: Sequence[HostJob], options: JobOptions, interrupts: Interrupts) -> None:

@@ -23,7 +23,7 @@ class JobOptions:
     """The options of a job's rendezvous and end, on this machine or on a fleet.
 
     Attributes:
-        port: rendezvous port on device 0's host; None: a free port.
+        port: None: a free port on device 0's host.
         logs: a folder on each host for the output of its devices, except device 0.
         goes_on: the devices continue without lost devices. The output of all is shown: scripts use `convoy.print`.
         silence_s: with `goes_on`, kill a device that has been stopped this long, because the others have removed it.
@@ -42,13 +42,9 @@ DEFAULTS = JobOptions()
 
 @dataclass(frozen=True)
 class HostJob:
-    """One host of a fleet and its devices.
+    """One host of a fleet and its devices: indices in the fleet, torch devices, further variables of each.
 
-    Attributes:
-        ranks: indices of its devices in the fleet.
-        names: their torch devices.
-        own: further environment variables of each device.
-        memory_bytes: memory that plans may use on its CPU devices; 0: unknown.
+    `memory_bytes`: memory that plans may use on its CPU devices; 0: unknown.
     """
 
     host: "Host"

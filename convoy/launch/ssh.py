@@ -23,9 +23,7 @@ _OPTIONS = (
 _HOST_KEY = "this machine does not know its host key: connect once by hand and compare the fingerprint: {call}"
 _OWN_KEY = "it does not accept your key: copy it (ssh-copy-id {target}), or name another `user` in its [[host]]"
 _SILENT = "check that the machine is on, its address and ssh_port are right, and its ssh server runs: {call}"
-_NO_CONVOY = (
-    "{python} there has no Convoy: install it, as `convoy fleet setup` does, or name another `python` in its [[host]]"
-)
+_NO_CONVOY = "{python} there has no Convoy: run `convoy fleet setup`, or name another `python` in its [[host]]"
 _REMEDIES = {
     r"IDENTIFICATION HAS CHANGED": "its host key has changed. If you know why: ssh-keygen -R {address}",
     r"Host key verification failed": _HOST_KEY,

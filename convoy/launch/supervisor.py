@@ -120,8 +120,7 @@ class Start:
         environment: all its variables; None: those of this process.
         lifeline: it detects the end of this process by `convoy.machine.process.watch_parent`.
         key: the job's key, sent through a pipe, never in an argument or variable.
-        own_session: Ctrl-C in the terminal reaches only the launcher, which then ends the process. Its children
-            get the same signals.
+        own_session: Ctrl-C in the terminal reaches only the launcher. Children of the process get the same signals.
         log: a file for its output, instead of `stdout` and `stderr`.
     """
 
@@ -142,10 +141,9 @@ class Start:
 
 @dataclass(eq=False)
 class Process:
-    """A started process.
+    """A started process, and its output pipes, each with its sink.
 
     Attributes:
-        pipes: its output pipes, each with its sink.
         stopped: the supervisor ended it.
         stopped_since_s: when it was first seen stopped (SIGSTOP, a debugger); None: it runs.
     """

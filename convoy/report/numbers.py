@@ -24,6 +24,11 @@ def in_bytes(count: int) -> str:
     return f"{count} B"
 
 
+def in_bits(bytes_per_s: float) -> str:
+    bits = bytes_per_s * 8
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+
+
 def seconds(value: float | None) -> str:
     """Format as 13.2 ms, 2.04 s, 3 min 5 s or 2 h 4 min; a dash for None."""
     if value is None:

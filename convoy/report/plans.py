@@ -16,7 +16,7 @@ from convoy.planner.payoff import LINKS, Forecast
 from convoy.planner.prediction import PlanPrediction, spare_price
 from convoy.planner.request import PlanRequest
 from convoy.report.measured import remarks
-from convoy.report.numbers import in_bytes, percent, plain, seconds
+from convoy.report.numbers import in_bits, in_bytes, percent, plain, seconds
 from convoy.report.screen import Screen, print_table
 from convoy.simulate.interval import Basis, Within
 from convoy.simulate.memory import micro_batch_words
@@ -189,8 +189,8 @@ def show_forecast(
         show(f"Batch: it pays with {smallest}.")
         if found.asked_links:
             rate = found.from_link
-            slowest = f"no rate up to {_link(LINKS[-1])}" if rate is None else f"{_link(rate)} or more"
-            here = "" if fleet.network is None else f" (here {_link(fleet.network.send_bytes_per_s)})"
+            slowest = f"no rate up to {in_bits(LINKS[-1])}" if rate is None else f"{in_bits(rate)} or more"
+            here = "" if fleet.network is None else f" (here {in_bits(fleet.network.send_bytes_per_s)})"
             show(f"Link: it pays with {slowest}{here}.")
     show(f"Based on {BASIS[found.basis]}. Nine of ten measurements lie in an interval.")
     show(f"Answered in {took_s:.1f} s.")
@@ -222,11 +222,6 @@ def _rate(value: float) -> str:
 
 def _rates(within: Within) -> str:
     return f"{_rate(within.low)} - {_rate(within.high)}"
-
-
-def _link(bytes_per_s: float) -> str:
-    bits = bytes_per_s * 8
-    return f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s"
 
 
 def show_classes(classes: Sequence[DeviceClass]) -> None:

@@ -175,10 +175,7 @@ class _MLflow:
 
 
 def to_tensorboard(folder: Path, step: int = 0, tell: Callable[[str], None] = warnings.warn) -> Logger:
-    """Return a logger that writes TensorBoard's event files into a folder, which is created if missing.
-
-    `step` are the steps before the run was resumed; TensorBoard drops its events of later ones.
-    """
+    """Return a logger that writes TensorBoard's event files into a folder. Those after `step` of a resumed run are dropped."""
     return Logger(f"TensorBoard in {folder}", partial(_TensorBoard, folder, step), tell)
 
 
@@ -194,8 +191,5 @@ def to_mlflow(
     uri: str, name: str | None = None, settings: Mapping[str, Any] | None = None,
     tell: Callable[[str], None] = warnings.warn,
 ) -> Logger:  # fmt: skip
-    """Return a logger to a run of MLflow, in the experiment that MLFLOW_EXPERIMENT_NAME names, or else in "convoy".
-
-    `uri` is that of the tracking store: http://host:5000, sqlite:///mlflow.db.
-    """
+    """Return a logger to a run of MLflow in a store such as sqlite:///mlflow.db; see MLFLOW_EXPERIMENT_NAME ("convoy")."""
     return Logger("MLflow", partial(_MLflow, uri, name, settings or {}), tell)

@@ -113,7 +113,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["--devices", "gpu0"], ["'gpu0' cannot be used", "this machine has cpu"]),
     (["--page", "--log", "none"], ["--page with --log none", "leave one of them out"]),
     ([*TWO, "--slowdown", "1,1,4"], ["--slowdown 1,1,4", "each of the 2 devices", "--slowdown 1,1"]),
-    ([*TWO, "--slowdown", "0.5,1"], ["--slowdown 0.5,1", "1 or more"]),
+    ([*TWO, "--slowdown", "0.5,1"], ["--slowdown 0.5,1", "from 1 to 10000"]),
     ([*TWO, "--slowdown", "inf,1"], ["--slowdown 'inf,1'", "a finite number"]),
     ([*TWO, "--speeds", "1"], ["speeds 1:", "each of the 2 devices"]),
     ([*TWO, "--speeds", "0,1"], ["speeds 0,1", "one positive number"]),

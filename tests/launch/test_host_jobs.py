@@ -210,7 +210,7 @@ def fleet_file(tmp_path: Path) -> Path:
         (["train", *TINY, "--devices", "2"], "--devices with a fleet file, which names its 5 devices"),
         (
             ["train", *TINY, "--slowdown", "1,2"],
-            "--slowdown 1,2: give one factor of 1 or more, up to 10000, for each of the 5 devices",
+            "--slowdown 1,2: give one factor from 1 to 10000 for each of the 5 devices",
         ),
         (["train", *TINY, "--plan", "hybrd"], "unknown plan 'hybrd'"),
         (["measure", "-o", "x.toml", "--devices", "2"], "--devices with a fleet file"),

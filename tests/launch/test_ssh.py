@@ -113,7 +113,7 @@ def test_all_unusable_hosts_are_reported_with_a_remedy(hosts: Lab, tmp_path: Pat
     assert (status, output) == (2, "")
     first, second = errors.splitlines()
     assert first.startswith("InputError: host attic (10.77.0.2): ssh ended with status ")
-    assert "has no Convoy: install it" in first
+    assert "has no Convoy: run `convoy fleet setup`" in first
     assert "host cellar (10.77.0.99): ssh ended with status 255" in second
     assert "check that the machine is on" in second
     assert not (tmp_path / "0").exists()
