@@ -237,7 +237,7 @@ class Loader:
         # A separate generator, because the seeds of workers must not change dropout's random numbers.
         return DataLoader(
             parts, batch_size=None, num_workers=workers, collate_fn=_unchanged, generator=torch.Generator(),
-            pin_memory=workers > 0 and self._device.type == "cuda",  # in a thread of the DataLoader
+            pin_memory=workers > 0 and self._device.type != "cpu",  # in a thread of the DataLoader
         )  # fmt: skip
 
     def _part(self, batch: int) -> tuple[int, int]:
