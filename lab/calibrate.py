@@ -141,8 +141,14 @@ def _predicted(fleet: str, net: str, batch: int, plan: str) -> tuple[float, floa
     chosen = candidates(context)[0].plan if plan == AUTO else context.named(plan)
     row = predict_plan(chosen, context)
     computes = [seconds / row.step_s for seconds in row.timeline.compute_s]
-    errors = context.costs.errors
-    return row.step_s, errors.costs(computes), errors.costs(computes, context.speeds.fastest)
+    errors, simulation = context.costs.errors, SIMULATION["described"]
+    step, gain = errors.step(computes), errors.gain(computes, context.speeds.fastest)
+    return row.step_s, _without(step, simulation.step), _without(gain, simulation.gain)
+
+
+def _without(factor: float, cause: float) -> float:
+    """Return the factor that remains without one of its independent causes."""
+    return math.exp(math.sqrt(max(0.0, math.log(factor) ** 2 - math.log(cause) ** 2)))
 
 
 def steps(basis: Basis) -> list[Residual]:

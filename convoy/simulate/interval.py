@@ -45,7 +45,7 @@ class SimulationErrors(NamedTuple):
 
 SIMULATION: Mapping[Basis | None, SimulationErrors] = {
     None: SimulationErrors(),
-    "measured": SimulationErrors(alone=1.26, step=1.2, gain=1.2),
+    "measured": SimulationErrors(alone=1.26, step=1.25, gain=1.2),
     "described": SimulationErrors(step=1.17, gain=1.32),
 }
 """The smallest factors for which nine of ten measurements lie in the interval (`python -m lab.calibrate`). `alone` is 1 for
