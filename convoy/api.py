@@ -72,8 +72,8 @@ def prepare(
         the distributed model, the optimizer, the loader, and `more` loaders, in this order.
 
     Raises:
-        InputError: an optimizer of another model, a loader whose batches cannot be split, a model that does not run; as
-            PlanError: a plan that does not fit.
+        InputError: an optimizer of another model, a loader whose batches cannot be split, a model that does not run.
+        PlanError: a plan that does not fit.
         MismatchError: the devices were started differently.
         DeviceLostError: a device did not come, or did not answer.
     """

@@ -154,7 +154,7 @@ def key(file: Annotated[Path, argument("FILE", "File to write; only you can read
     """Make the key of a job on several machines that torchrun, srun or mpirun starts.
 
     Copy the file to every machine (scp -p keeps its mode). Pass it with --job-key FILE, or to a script of your own in the
-    variable CONVOY_JOB_KEY. Anyone who has it can join the job: make a new one for each job, and delete it after the job.
+    variable CONVOY_JOB_KEY. The key lets any device join the job: make a new one for each job, and delete it after the job.
     Jobs that Convoy starts need none.
 
     Example: convoy fleet key job.key

@@ -25,7 +25,7 @@ NetName = argument("NET", "Net, as for convoy train: two-conv:K1:K2, torchvision
 FleetFile = option("PATH", "Fleet file, measured for this net by `convoy measure`, or described.")
 Optimizer = Annotated[str, option("TEXT", "Optimizer, for the memory of its state: sgd, sgd-momentum or adam.")]
 Outputs = Annotated[str, option("TEXT", "Where the outputs are: everywhere, or where-computed (for convoy.loss).")]
-QUESTION: dict[str, tuple[Any, Any]] = {
+PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
     "batch": (Annotated[int, option("N", help_of("batch"))], 64),
     "image": (Annotated[str, option("C,H,W", "Channels, height, width of the images.")], "3,32,32"),
     "classes": (Annotated[int, option("N", "Classes.")], 10),
@@ -34,7 +34,7 @@ QUESTION: dict[str, tuple[Any, Any]] = {
 }
 """Options of `convoy plan`, and with other images those of `convoy predict`: annotation and default."""
 
-FORECAST = {**QUESTION, "image": (QUESTION["image"][0], "3,224,224"), "classes": (QUESTION["classes"][0], 1000)}
+IMAGENET = {"image": (PLAN_OPTIONS["image"][0], "3,224,224"), "classes": (PLAN_OPTIONS["classes"][0], 1000)}
 
 MAX_PIXELS = 8192  # per side of an image
 MAX_NAMED = 64  # devices in `--on`
@@ -50,22 +50,22 @@ def image_sizes(text: str) -> tuple[int, int, int]:
     return int(channels), int(height), int(width)
 
 
-def check_question(
-    net: str, asked: Mapping[str, Any], wire: str = "exact"
+def request_builder(
+    net: str, chosen: Mapping[str, Any], wire: str = "exact"
 ) -> Callable[["FleetKnowledge"], "PlanRequest"]:
-    """Check a net and its `QUESTION` before torch is imported. Return a function that builds the planning request."""
+    """Check a net and its `PLAN_OPTIONS` before torch is imported. Return a function that builds the planning request."""
     from convoy.config.checks import check_net
     from convoy.plan.plan import parse_outputs
 
     check_net(net)
-    sizes, comm_dtype, place = image_sizes(asked["image"]), parse_comm_dtype(wire), parse_outputs(asked["outputs"])
+    sizes, comm_dtype, place = image_sizes(chosen["image"]), parse_comm_dtype(wire), parse_outputs(chosen["outputs"])
 
     def build(fleet: "FleetKnowledge") -> "PlanRequest":
         from convoy.model.nets import graph_of
         from convoy.planner.request import PlanRequest
 
-        graph, optimizer = graph_of(net, sizes, asked["classes"]), asked["optimizer"]
-        return PlanRequest(graph, asked["batch"], fleet, optimizer=optimizer, wire=comm_dtype, outputs=place)
+        graph, optimizer = graph_of(net, sizes, chosen["classes"]), chosen["optimizer"]
+        return PlanRequest(graph, chosen["batch"], fleet, optimizer=optimizer, wire=comm_dtype, outputs=place)
 
     return build
 
@@ -82,7 +82,7 @@ def _waiting(text: str) -> Iterator["Wait"]:
 
 
 @app.command()
-@with_options(QUESTION)
+@with_options(PLAN_OPTIONS)
 def plan(
     net: Annotated[str, NetName],
     fleet: Annotated[Path, FleetFile],
@@ -100,8 +100,8 @@ def plan(
 
     Example: convoy plan two-conv:150:800 --batch 256 --fleet fleet.toml -o plan.json
     """
-    asked = {name: default for name, (_, default) in QUESTION.items()} | given
-    build = check_question(net, asked, wire)
+    chosen = {name: default for name, (_, default) in PLAN_OPTIONS.items()} | given
+    build = request_builder(net, chosen, wire)
     if trace is not None and (why := unwritable(trace)):
         raise InputError(f"cannot make the folder {shown(trace)}: {why}; give one that can be made")
     from convoy.config.checks import check_output
@@ -131,13 +131,13 @@ def plan(
             print(f"wrote {write_step(prediction_line(row, request), trace / f'{name}.html', title)}")
     if output is not None:
         write_whole(output, rows[-1].plan.to_json())
-        options = f"--batch {asked['batch']}" + (f" --accumulate {accumulate}" if accumulate > 1 else "")
+        options = f"--batch {chosen['batch']}" + (f" --accumulate {accumulate}" if accumulate > 1 else "")
         devices = len(request.names)
         console.print(f"Written to {output}: convoy train --plan {output} {options} --devices {devices} ...")
 
 
 @app.command()
-@with_options(FORECAST)
+@with_options(PLAN_OPTIONS | IMAGENET)
 def predict(
     net: Annotated[str | None, NetName] = None,
     on: Annotated[str | None, option("CLASSES", "Devices by machine: laptop-cpu,2xrtx3060,rtx3060+rtx3090.")] = None,
@@ -161,8 +161,8 @@ def predict(
         return
     if net is None:
         raise InputError("convoy predict needs a net: e.g. torchvision:resnet50 --on laptop-cpu,rtx3060")
-    asked = {name: default for name, (_, default) in FORECAST.items()} | given
-    build = check_question(net, asked)
+    chosen = {name: default for name, (_, default) in (PLAN_OPTIONS | IMAGENET).items()} | given
+    build = request_builder(net, chosen)
     if (on is None) == (fleet is None):
         raise InputError("give the fleet, once: --on laptop-cpu,rtx3060 (--list has the names), or --fleet FILE")
     from convoy.planner.knowledge import FleetKnowledge
@@ -175,7 +175,7 @@ def predict(
     with _waiting(f"predicting {net}") as show:
         found = forecast(build(FleetKnowledge(described, measured)), show)
     took_s = time.perf_counter() - begin_s
-    show_forecast(Screen(visible=True).console, found, described, net, image_sizes(asked["image"]), took_s)
+    show_forecast(Screen(visible=True).console, found, described, net, image_sizes(chosen["image"]), took_s)
 
 
 def fleet_on(text: str, link_bytes_per_s: float, latency_s: float) -> Fleet:

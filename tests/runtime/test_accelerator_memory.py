@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 def usable(total_bytes: int) -> int:
-    """Return what is left of a small accelerator's memory: its context uses 10 %, and 5 % are lost to fragments."""
+    """Return a small accelerator's usable memory: without 10 % for its context and 5 % for fragments."""
     return int(0.85 * total_bytes)
 
 
