@@ -12,6 +12,7 @@ the other: `BeginSum` starts a sum, `TakeSum` waits for that start, `EndSum` mar
 waits for the result.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -19,7 +20,7 @@ from typing import Any
 
 from convoy.layout.collectives import chunks
 from convoy.layout.comm_dtype import narrow_itemsize
-from convoy.layout.layout import Box, Layout, Shape, Split, holders, holds
+from convoy.layout.layout import Box, Layout, Shape, Split, Tiles, entries, holders, holds
 from convoy.layout.shares import Shares
 from convoy.model.graph import Layer
 from convoy.plan.steps import ComputeStep, MicroBatch, Phase
@@ -66,6 +67,10 @@ def local_size(step: ComputeStep, layer: Layer, device: int) -> LocalSize | None
     samples, inputs = step.writes.shape[0], layer.extents[1]
     if isinstance(gives, Split) and gives.axis == 0:
         samples = gives.shares[device]
+    if isinstance(gives, Tiles):
+        tile = gives.boxes[device]
+        assert tile is not None
+        samples = tile[0][1] - tile[0][0]
     if layer.sums_channels:
         takes = step.reads[0].layout
         if isinstance(takes, Split) and takes.axis == layer.feature_axis:
@@ -76,14 +81,22 @@ def local_size(step: ComputeStep, layer: Layer, device: int) -> LocalSize | None
 def part_of_outputs(layer: Layer, layout: Layout, device: int) -> int:
     """Return the number of a layer's outputs that a device computes, along the split axis."""
     outputs = layer.extents[0]
+    if isinstance(layout, Tiles):  # as many filters as would take the same arithmetic
+        tile = layout.boxes[device]
+        return max(1, outputs * entries(tile[1:]) // math.prod(layer.shape)) if tile is not None else 0
     if not isinstance(layout, Split) or layout.axis == 0:
         return outputs
     return max(1, outputs * layout.shares[device] // max(1, sum(layout.shares)))
 
 
 def shares_statistics(layer: Layer, layout: Layout) -> bool:
-    """Return whether a layer is a batch norm with its batch split over several devices."""
-    return layer.statistics and isinstance(layout, Split) and layout.axis == 0 and len(holders(layout)) > 1
+    """Return whether a layer is a batch norm with its batch or its images split over several devices."""
+    return layer.statistics and shares_channels(layout) and len(holders(layout)) > 1
+
+
+def shares_channels(layout: Layout) -> bool:
+    """Return whether several devices may hold entries of one channel."""
+    return isinstance(layout, Tiles) or (isinstance(layout, Split) and layout.axis == 0)
 
 
 def flop(layer: Layer, size: LocalSize) -> float:
@@ -125,6 +138,7 @@ class Compute:
             the exchange of a batch norm's sums.
         last: in backward, whether the layer's saved tensors can then be freed.
         rows: in forward, the rows of the input that have arrived, if the input arrives in chunks.
+        tile: in forward, the tile of the output that this device computes, and the window of the input that it reads.
     """
 
     step: int
@@ -137,6 +151,7 @@ class Compute:
     last: bool = True
     size: LocalSize = LocalSize(0, 0, 0)
     rows: tuple[int, int] | None = None
+    tile: tuple[Box, Box] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split, ever
 from convoy.layout.shares import Shares, rescale
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.plan import steps as st
+from convoy.plan.device_program import shares_channels
 from convoy.plan.placing import kept_layouts, placements, used_layouts
 from convoy.plan.plan import Plan
 from convoy.plan.steps import ComputeStep, InputGradient, MicroBatch, Move, Phase, Step, StepList, SumGradients, Value
@@ -265,7 +266,7 @@ class _Lowering:
     def _statistics(self, layer: Layer) -> tuple[int, tuple[int, ...]] | None:
         """Return (entries sent per device, members) of a batch norm over several devices; None for any other layer."""
         gives = self.placed[layer.name].gives
-        if not layer.statistics or not isinstance(gives, Split) or gives.axis != 0:
+        if not layer.statistics or not shares_channels(gives):
             return None
         # Use the plan's batch: a device without samples in this (smaller) batch still updates its running statistics.
         members = parameter_holders(layer, self.nominal[layer.name].gives, self.plan.devices)

@@ -16,7 +16,7 @@ from convoy.layout.collectives import SUMS, Reduce
 from convoy.layout.comm_dtype import COMM_DTYPES, CommDtype
 from convoy.model.graph import Graph
 from convoy.plan import strategy as strategies
-from convoy.plan.strategy import Batch, Channel, Filter, Form, One, Sharding, Strategy
+from convoy.plan.strategy import Batch, Channel, Filter, Form, One, Sharding, Spatial, Strategy
 
 FORMAT = 1
 
@@ -191,6 +191,12 @@ class _OneRow(_FileModel):
     device: int
 
 
+class _SpatialRow(_FileModel):
+    strategy: Literal["spatial"]
+    shares: list[int]
+    axis: int = 2
+
+
 class _ShardingRow(_FileModel):
     shares: list[int]
     form: Form = "keep"
@@ -206,19 +212,25 @@ class _PlanFile(_FileModel):
     wire: CommDtype = "exact"
     pieces: int = 1
     otherwise: Annotated[_BatchRow | _OneRow, Field(discriminator="strategy")]
-    layers: dict[str, Annotated[_SharesRow | _OneRow, Field(discriminator="strategy")]] = Field(default_factory=dict)
+    layers: dict[str, Annotated[_SharesRow | _SpatialRow | _OneRow, Field(discriminator="strategy")]] = Field(
+        default_factory=dict
+    )
     in_shares: dict[str, _ShardingRow] = Field(default_factory=dict)
     outputs: OutputPlace = "everywhere"
 
 
-def _strategy_of(row: _BatchRow | _OneRow) -> Strategy:
-    return One(row.device) if isinstance(row, _OneRow) else _BY_NAME[row.strategy](tuple(row.shares))
+def _strategy_of(row: _BatchRow | _SpatialRow | _OneRow) -> Strategy:
+    if isinstance(row, _OneRow):
+        return One(row.device)
+    shares = tuple(row.shares)
+    return Spatial(shares, row.axis) if isinstance(row, _SpatialRow) else _BY_NAME[row.strategy](shares)
 
 
 def _as_row(strategy: Strategy) -> dict[str, Any]:
     if isinstance(strategy, One):
         return {"strategy": "one", "device": strategy.device}
-    return {"strategy": strategy.name, "shares": list(strategy.shares)}
+    axis = {"axis": strategy.axis} if isinstance(strategy, Spatial) else {}
+    return {"strategy": strategy.name, "shares": list(strategy.shares)} | axis
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

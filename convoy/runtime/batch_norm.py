@@ -32,7 +32,7 @@ class GlobalBatchNorm:
 
     def local_statistics(self, x: Tensor) -> Tensor:
         """Return this device's row (mean_C, variance_C of its samples); zeros without samples."""
-        if x.shape[0] == 0:
+        if x.numel() == 0:
             return x.new_zeros(1, 2 * self.channels)
         # var_mean is three to eight times slower on a CPU. With momentum 0 this kernel updates no running statistics.
         if self._discarded.dtype != x.dtype or not len(self._discarded):

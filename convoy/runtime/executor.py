@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from convoy.comm.group import Group, present
 from convoy.errors import InputError
-from convoy.layout.layout import Split, holders
+from convoy.layout.layout import Tiles, held_entries, holders
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import TracedModel, bind_operation
 from convoy.model.tracing.python_state import is_of_user, refuse_changes, subtree
@@ -29,6 +29,7 @@ from convoy.runtime.exchange import Buffers, Lane, Slots
 from convoy.runtime.gradients import Found, SegmentSums, Sums, Worker, collect, own_memory, packed, unpack
 from convoy.runtime.program import BoundSegment, Item, LayerCall, Program
 from convoy.runtime.weights import GatheredParameters, PlanInUse
+from convoy.runtime.windows import windowed_call
 
 
 @dataclass
@@ -118,6 +119,7 @@ class Executor:
             # A sharded layer's module cannot be called itself.
             whole = all(tuple(operator.attrgetter(p.key)(self.model).shape) == p.shape for p in held)
             call = self.calls[op.layer] if whole else self.arithmetic[op.layer].call
+            call = call if op.tile is None else self._in_tile(op).call
             drops = [name for name, user in last.items() if user == number and name not in fused.writes]
             calls.append(
                 LayerCall(op.layer, op.reads, op.writes[0], call, op.size.samples, layer.differentiable, drops)
@@ -210,7 +212,7 @@ class Executor:
         return program.expected_s[key]
 
     def _forward(self, op: ops.Compute, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
-        run, saved = self.arithmetic[op.layer], None
+        run, saved = self.arithmetic[op.layer] if op.tile is None else self._in_tile(op), None
         with (
             self.clock.compute(op.layer, "forward"),
             kernels.under_autocast(tape.precision, self.group.torch_device.type),
@@ -229,6 +231,13 @@ class Executor:
         if keep:
             tape.saved[op.layer] = saved
 
+    def _in_tile(self, op: ops.Compute) -> kernels.Arithmetic:
+        """Return the arithmetic of a tile of a layer's output."""
+        assert op.tile is not None
+        layer = self.traced.graph[op.layer]
+        call = windowed_call(self.model, layer, self.traced.operations[op.layer], op.tile)
+        return kernels.Arithmetic(self.model, layer, call)
+
     def _statistics(self, op: ops.Compute, buffers: Buffers, tape: Tape) -> None:
         norm = self.norms[op.layer]
         with self.clock.compute(op.layer, "forward"):
@@ -237,9 +246,11 @@ class Executor:
                 buffers[op.writes[0]] = norm.no_row(self.group.torch_device) if x is None else norm.local_statistics(x)
                 return
             members, value = tape.program.statistics[op.layer]
-            assert isinstance(value.layout, Split)
-            samples = [value.layout.shares[d] for d in members]
-            tape.norms[op.layer] = norm.combine(buffers[op.reads[0]], samples, math.prod(value.shape[2:]))
+            # Entries of each channel, in units that all of them have in common: samples, or single entries.
+            unit = 1 if isinstance(value.layout, Tiles) else math.prod(value.shape[2:])
+            per_channel = value.shape[1] * unit
+            counts = [held_entries(value.layout, d, value.shape) // per_channel for d in members]
+            tape.norms[op.layer] = norm.combine(buffers[op.reads[0]], counts, unit)
             buffers[op.writes[0]] = tape.norms[op.layer].mean
 
     # --- backward ----------------------------------------------------------------------------------------------------

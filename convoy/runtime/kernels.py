@@ -24,7 +24,7 @@ Gradients = tuple[list[Tensor | None], dict[str, Tensor | None]]
 
 
 _Conv = Callable[..., Tensor]
-_CONVOLUTIONS: Mapping[tuple[bool, int], _Conv] = {
+CONVOLUTIONS: Mapping[tuple[bool, int], _Conv] = {
     (False, 1): F.conv1d, (False, 2): F.conv2d, (False, 3): F.conv3d,
     (True, 1): F.conv_transpose1d, (True, 2): F.conv_transpose2d, (True, 3): F.conv_transpose3d,
 }  # fmt: skip
@@ -58,7 +58,7 @@ def _call_on_shard(module: Any, layer: Layer) -> Call:
     if layer.kind == "linear":
         return lambda inputs, _samples: F.linear(inputs[0], module.weight, bias())
     transposed = layer.kind == "conv_transpose"
-    function = _CONVOLUTIONS[transposed, len(module.kernel_size)]
+    function = CONVOLUTIONS[transposed, len(module.kernel_size)]
     per_group = (layer.channels_in if transposed else layer.channels_out) // layer.groups
     padding = symmetric_padding(module)
     pads_before = padding is None or module.padding_mode != "zeros"

@@ -169,8 +169,9 @@ class LayerBuilder:
         found = self._known(node, operation, layer)
         operation = found.operation or operation
         layer = replace(
-            layer, kind=found.kind, groups=found.groups, axis=found.axis, statistics=found.statistics, cuts=found.cuts
-        )
+            layer, kind=found.kind, groups=found.groups, axis=found.axis, statistics=found.statistics, cuts=found.cuts,
+            windows=found.windows,
+        )  # fmt: skip
         layer = self._with_samples(node, operation, layer, found)
         self._names[node], self._shown[name] = name, small
         self._layers[name], self._operations[name] = layer, operation
