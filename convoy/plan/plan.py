@@ -194,7 +194,8 @@ class _OneRow(_FileModel):
 class _SpatialRow(_FileModel):
     strategy: Literal["spatial"]
     shares: list[int]
-    axis: int = 2
+    axes: list[int] = [2]
+    grid: list[int] = []
 
 
 class _ShardingRow(_FileModel):
@@ -223,14 +224,18 @@ def _strategy_of(row: _BatchRow | _SpatialRow | _OneRow) -> Strategy:
     if isinstance(row, _OneRow):
         return One(row.device)
     shares = tuple(row.shares)
-    return Spatial(shares, row.axis) if isinstance(row, _SpatialRow) else _BY_NAME[row.strategy](shares)
+    if isinstance(row, _SpatialRow):
+        return Spatial(shares, tuple(row.axes), tuple(row.grid))
+    return _BY_NAME[row.strategy](shares)
 
 
 def _as_row(strategy: Strategy) -> dict[str, Any]:
     if isinstance(strategy, One):
         return {"strategy": "one", "device": strategy.device}
-    axis = {"axis": strategy.axis} if isinstance(strategy, Spatial) else {}
-    return {"strategy": strategy.name, "shares": list(strategy.shares)} | axis
+    row: dict[str, Any] = {"strategy": strategy.name, "shares": list(strategy.shares)}
+    if isinstance(strategy, Spatial):
+        row |= {"axes": list(strategy.axes)} | ({"grid": list(strategy.grid)} if strategy.grid else {})
+    return row
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

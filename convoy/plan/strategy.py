@@ -4,6 +4,7 @@ A strategy and a layer determine a *placement*: the layouts of inputs, output an
 follow the layout of their first input if their cuts allow it. A *cut* is an axis along which a layer can be split.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -63,16 +64,36 @@ class One:
 
 @dataclass(frozen=True, slots=True)
 class Spatial:
-    """A split of images along one axis: rows, columns or slices. Devices read what their kernels need from their neighbours.
+    """A split of images into tiles. Devices read what their kernels need from the tiles of others.
 
     Attributes:
-        shares: one proportion per device of the output's axis.
-        axis: 2 for the first axis after the channels (rows of images, slices of volumes), 3 or 4 for the next ones.
+        shares: one proportion per device.
+        axes: the axes that are split: 2 for rows of images or slices of volumes, 3 and 4 for the next ones, 0 for the batch.
+        grid: number of parts along each of the axes; default: all devices along the only axis. The devices are in the order
+            of the grid, the last axis first. The shares of the devices in a part determine the part's share.
     """
 
     shares: Shares
-    axis: int = 2
+    axes: tuple[int, ...] = (2,)
+    grid: tuple[int, ...] = ()
     name: ClassVar[str] = "spatial"
+
+    def tiles(self, shape: Shape) -> Tiles:
+        """Return the tiles of a tensor of this shape."""
+        boxes: list[Box | None] = [whole(shape)]
+        parts = len(self.shares)
+        for axis, count in zip(self.axes, self.grid or (parts,), strict=True):
+            parts //= count
+            cut: list[Box | None] = []
+            for number, before in enumerate(boxes):
+                first = number * count * parts
+                sums = tuple(sum(self.shares[first + i * parts : first + (i + 1) * parts]) for i in range(count))
+                spans = share_rules.ranges(share_rules.rescale(sums, shape[axis])) if any(sums) else ((0, 0),) * count
+                for span in spans:
+                    holds_any = before is not None and span[0] < span[1]
+                    cut.append((*before[:axis], span, *before[axis + 1 :]) if before and holds_any else None)
+            boxes = cut
+        return Tiles(tuple(boxes))
 
 
 Strategy = Batch | Filter | Channel | One | Spatial
@@ -132,12 +153,18 @@ def check(layer: Layer, strategy: Strategy, batch: int, devices: int) -> None:
                     f"{what}: only Linear and convolutions of one group sum over channels: use batch, filter or one"
                 )
             share_rules.check(shares, layer.channels_in, devices, what)
-        case Spatial(shares, axis):
+        case Spatial(shares, axes, grid):
             share_rules.check(shares, sum(shares), devices, what)
             if not any(shares):
                 raise PlanError(f"{what}: shares {shares} are all zero: give at least one device a share above 0")
-            if not 2 <= axis <= len(layer.shape):
-                raise PlanError(f"{what}: there is no axis {axis}: choose one of 2 to {len(layer.shape)}")
+            if math.prod(grid or (devices,)) != devices or len(grid or (devices,)) != len(axes):
+                raise PlanError(
+                    f"{what}: a grid {grid} along the axes {axes}: give one number per axis, for {devices} devices"
+                )
+            if not set(axes) <= {0, *range(2, len(layer.shape) + 1)} or len(set(axes)) < len(axes):
+                raise PlanError(
+                    f"{what}: axes {axes}: choose from 0 (the batch) and 2 to {len(layer.shape)}, each once"
+                )
             if not layer.windows or not layer.per_sample:
                 raise PlanError(f"{what}: only convolutions, pooling and resizing are split along their images")
         case Filter(shares) if layer.weighted:
@@ -200,14 +227,8 @@ def place(graph: Graph, layer: Layer, strategy: Strategy, batch: int, devices: i
             parameters: dict[str, Layout] = {"weight": Split(axis, shares), "bias": OnOne(active[0])}
             parameters = {key: parameters[key] for key in layer.parameters}
             return Placement((Split(layer.feature_axis, shares),), Partial(active), parameters)
-        case Spatial(shares, axis):
-            shape = layer.batch_shape(batch)
-            spans = share_rules.ranges(share_rules.rescale(shares, shape[axis]))
-            everything = whole(shape)
-            tiles = Tiles(
-                tuple((*everything[:axis], s, *everything[axis + 1 :]) if s[0] < s[1] else None for s in spans)
-            )
-            placed = _in_tiles(graph, layer, tiles)
+        case Spatial():
+            placed = _in_tiles(graph, layer, strategy.tiles(layer.batch_shape(batch)))
             assert placed is not None, "checked by `check`"
             return placed
         case Filter(shares):

@@ -329,6 +329,11 @@ class CostModel:
         """Return the distinct pairs (kind of device, size of its part of the layer)."""
         whole = whole_size(layer, self.batch if layer.batched else 1)
         gives, alike = placed.gives, self.alike
+        if isinstance(gives, Tiles):
+            rows = [(d, tile[0][1] - tile[0][0]) for d, tile in enumerate(gives.boxes) if tile is not None]
+            shared = shares_statistics(layer, gives)
+            outputs = {d: part_of_outputs(layer, gives, d) for d, _ in rows}
+            return {(alike[d], LocalSize(samples, outputs[d], whole.inputs, shared)) for d, samples in rows}
         if not layer.batched or not isinstance(gives, Split | Partial):
             return {(alike[d], whole) for d in holders(gives)}
         if isinstance(gives, Partial):

@@ -29,7 +29,6 @@ from convoy.runtime.exchange import Buffers, Lane, Slots
 from convoy.runtime.gradients import Found, SegmentSums, Sums, Worker, collect, own_memory, packed, unpack
 from convoy.runtime.program import BoundSegment, Item, LayerCall, Program
 from convoy.runtime.weights import GatheredParameters, PlanInUse
-from convoy.runtime.windows import windowed_call
 
 
 @dataclass
@@ -235,7 +234,7 @@ class Executor:
         """Return the arithmetic of a tile of a layer's output."""
         assert op.tile is not None
         layer = self.traced.graph[op.layer]
-        call = windowed_call(self.model, layer, self.traced.operations[op.layer], op.tile)
+        call = kernels.windowed_call(self.model, layer, self.traced.operations[op.layer], op.tile)
         return kernels.Arithmetic(self.model, layer, call)
 
     def _statistics(self, op: ops.Compute, buffers: Buffers, tape: Tape) -> None:
