@@ -1,15 +1,22 @@
 """Random nets of convolutions, pooling and resizing in one to three dimensions, and random unequal cuts of their images."""
 
+import copy
 import random
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from convoy.comm.group import Group
 from convoy.model.graph import Graph
+from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.strategy import Batch, Filter, One, Spatial, Strategy
+from convoy.runtime.module import Distributed
+from tests.support.threads import run_on_threads
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -67,8 +74,8 @@ def random_layer(draw: random.Random, dims: int, channels: int) -> tuple[nn.Modu
 
 def random_net(draw: random.Random, dims: int) -> nn.Sequential:
     """Return a fully convolutional net, or a classifier."""
-    layers: list[nn.Module] = []
-    channels = 2
+    layers: list[nn.Module] = [CONVOLUTIONS[dims](2, 4, 1)]
+    channels = 4
     for _ in range(draw.randint(2, 6)):
         layer, channels = random_layer(draw, dims, channels)
         layers.append(layer)
@@ -107,3 +114,53 @@ def random_cuts(draw: random.Random, graph: Graph, batch: int, devices: int) -> 
         elif draw.random() < 0.1:
             layers[name] = draw.choice((One(draw.randrange(devices)), Batch((batch, *(0,) * (devices - 1)))))
     return replace(plan, layers=layers)
+
+
+def difference(net: nn.Module, plan: Plan, inputs: Sequence[Tensor]) -> float:
+    """Return the largest difference of losses, outputs, input gradients and weights from plain PyTorch."""
+
+    def train(model: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9), []
+        for x in inputs:
+            x = x.clone().requires_grad_()
+            loss = call(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found += [loss.detach(), x.grad]
+        model.eval()
+        with torch.no_grad():
+            return [*found, call(inputs[0])]
+
+    plain = copy.deepcopy(net)
+    expected = [*train(plain, plain), *plain.state_dict().values()]
+
+    def work(group: Group) -> float:
+        here = Distributed(net, plan, group, inputs[0])
+        found = [*train(here, lambda x: here(x, whole=True)), *here.full_state_dict().values()]
+        return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True) if a.numel())
+
+    return max(run_on_threads(plan.devices, work))
+
+
+def random_difference(seed: int) -> float:
+    """Return the difference of a random net with random cuts."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    while True:
+        dims = draw.choice((1, 2, 2, 3))
+        net = random_net(draw, dims).double()
+        x = torch.randn(draw.randint(1, 3), 2, *(draw.randint(5, 11) for _ in range(dims)), dtype=torch.float64)
+        try:
+            copy.deepcopy(net)(x)
+            break
+        except (RuntimeError, ValueError, AssertionError):  # it shrinks its images to nothing
+            continue
+    plan = random_cuts(draw, trace(net, x).graph, len(x), draw.choice((2, 3, 4)))
+    return difference(net, plan, [x, x])
+
+
+if __name__ == "__main__":
+    first, count = map(int, sys.argv[1:])
+    wrong = [seed for seed in range(first, first + count) if not random_difference(seed) < 1e-10]
+    print(f"{count - len(wrong)} of {count} random nets equal to one device; different: {wrong}")
