@@ -1,12 +1,23 @@
 """What a person names as a file may be anything: what is read, what is refused, and that nothing but a file is replaced."""
 
 import os
+import pickle
 import time
 from pathlib import Path
 
 import pytest
 
-from convoy.errors import MOST_LINE, MOST_LINES, MOST_SHOWN, ConvoyError, InputError, PlanError, bounded, shown
+from convoy.errors import (
+    MOST_LINE,
+    MOST_LINES,
+    MOST_SHOWN,
+    ConvoyError,
+    DeviceLostError,
+    InputError,
+    PlanError,
+    bounded,
+    shown,
+)
 from convoy.files import MOST_DEPTH, open_regular, parse_json, parse_toml, read_text, unwritable, write_whole
 
 
@@ -98,3 +109,11 @@ def test_messages_and_the_values_in_them_are_bounded() -> None:
     lines = bounded("\n".join(map(str, range(10**5)))).split("\n")
     assert len(lines) <= MOST_LINES + 1
     assert (lines[0], lines[-1]) == ("0", "99999")
+
+
+def test_lost_device_error_can_be_pickled() -> None:
+    """Ray sends a worker's error to the driver with pickle."""
+    error = DeviceLostError(2, "device 2 was lost")
+    error.add_note("a note")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), copy.device, str(copy), copy.__notes__) == (DeviceLostError, 2, "device 2 was lost", ["a note"])
