@@ -1,24 +1,13 @@
 """What a person names as a file may be anything: what is read, what is refused, and that nothing but a file is replaced."""
 
 import os
-import pickle
 import time
 from pathlib import Path
 
 import pytest
 
-from convoy.errors import (
-    MOST_LINE,
-    MOST_LINES,
-    MOST_SHOWN,
-    ConvoyError,
-    DeviceLostError,
-    InputError,
-    PlanError,
-    bounded,
-    shown,
-)
-from convoy.files import MOST_DEPTH, open_regular, parse_json, parse_toml, read_text, unwritable, write_whole
+from convoy.errors import MOST_LINE, MOST_LINES, MOST_SHOWN, ConvoyError, InputError, PlanError, bounded, shown
+from convoy.files import open_regular, parse_json, parse_toml, read_text, unwritable, write_whole
 
 
 def read(path: Path, **options: int) -> str:
@@ -59,13 +48,10 @@ def test_binary_file_is_refused_with_a_reason(tmp_path: Path) -> None:
 
 def test_depth_and_digits_are_limited() -> None:
     assert parse_toml('a.b = [[1]]\nc = "[[[["', "x") == {"a": {"b": [[1]]}, "c": "[[[["}
-    fits = "[" * MOST_DEPTH + "]" * MOST_DEPTH
-    assert parse_json(fits) is not None
     assert parse_json('"' + "[" * 5000 + '"') == "[" * 5000
-    for text in (f"[{fits}]", "[" * 100_000, "[" * 500 + "]" * 500):
-        with pytest.raises(ValueError, match="nested deeper than 100 levels"):
-            parse_json(text)
-    for text in (f"a = {'[' * 5000}{']' * 5000}", f"{'a.' * 3000}b = 1", f"a = {'9' * 5000}", "a = "):
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse_json("[" * 100_000)
+    for text in (f"a = {'[' * 5000}{']' * 5000}", f"a = {'9' * 5000}", "a = "):
         with pytest.raises(InputError, match=r"^my\.toml: not TOML: .*; correct that line$"):
             parse_toml(text, "my.toml")
 
@@ -109,11 +95,3 @@ def test_messages_and_the_values_in_them_are_bounded() -> None:
     lines = bounded("\n".join(map(str, range(10**5)))).split("\n")
     assert len(lines) <= MOST_LINES + 1
     assert (lines[0], lines[-1]) == ("0", "99999")
-
-
-def test_lost_device_error_can_be_pickled() -> None:
-    """Ray sends a worker's error to the driver with pickle."""
-    error = DeviceLostError(2, "device 2 was lost")
-    error.add_note("a note")
-    copy = pickle.loads(pickle.dumps(error))
-    assert (type(copy), copy.device, str(copy), copy.__notes__) == (DeviceLostError, 2, "device 2 was lost", ["a note"])
