@@ -1,4 +1,7 @@
-"""Validate a value against a Kubernetes schema (OpenAPI v3); unknown fields are errors, as for kubectl."""
+"""Validate a value against a Kubernetes schema (OpenAPI v3); unknown fields are errors, as for kubectl.
+
+Rules in `x-kubernetes-validations` (CEL) are not evaluated.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -9,7 +12,8 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 _KNOWN = {
     "type", "properties", "items", "additionalProperties", "required", "enum", "pattern", "minimum", "anyOf", "format",
-    "default", "x-kubernetes-int-or-string", "x-kubernetes-list-map-keys", "x-kubernetes-list-type", "x-kubernetes-map-type",
+    "default", "maxItems", "maxLength", "minLength", "minProperties", "x-kubernetes-validations",
+    "x-kubernetes-int-or-string", "x-kubernetes-list-map-keys", "x-kubernetes-list-type", "x-kubernetes-map-type",
 }  # fmt: skip
 
 
@@ -35,6 +39,10 @@ def breaches(schema: Mapping[str, Any], value: Any, path: str = "") -> Iterator[
         yield f"{where}: {value!r} does not match {schema['pattern']}"
     if "minimum" in schema and value < schema["minimum"]:
         yield f"{where}: {value} is below {schema['minimum']}"
+    size = len(value) if isinstance(value, str | list | dict) else 0
+    least = max(schema.get(name, 0) for name in ("minLength", "minProperties"))
+    if not least <= size <= min(schema.get(name, size) for name in ("maxLength", "maxItems")):
+        yield f"{where}: {value!r} has a wrong length"
     if isinstance(value, list):
         for number, each in enumerate(value):
             yield from breaches(schema["items"], each, f"{path}[{number}]")

@@ -14,6 +14,10 @@ PACKAGES = {
     "sshd": "openssh-server",
     "mpirun": "openmpi-bin",
     "rsync": "rsync",
+    "munged": "munge",
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "sbatch": "slurm-client",
 }
 
 
