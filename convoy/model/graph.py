@@ -78,6 +78,7 @@ class Layer:
         batched: whether the output has a batch axis; a bare parameter has none and is on every device.
         parameters: parameters and buffers, by key relative to the layer ("weight", "bias", "running_mean").
         cuts: the possible cuts, for kinds that do not determine them ("parts", "filters").
+        normalised: groups of entries that a group or instance norm normalises in each sample; 0: it is none.
         windows: for convolutions, pooling and resizing, what each axis after the channels reads of the input's axis.
         axis: the axis of `cat`; the batch is axis 0.
         per_sample: whether samples are independent. If not, or without a batch axis, the layer runs on one device.
@@ -120,6 +121,7 @@ class Layer:
     no_gradient_to: tuple[int, ...] = ()
     input_entries: int = 0
     cuts: tuple[Cut, ...] = ()
+    normalised: int = 0
     windows: tuple[Window, ...] = ()
 
     def batch_shape(self, batch: int) -> Shape:
@@ -266,7 +268,15 @@ class Graph:
         for row, layer in zip(rows, self.layers.values(), strict=True):
             row["shared"] = any(uses[p.key] > 1 for p in layer.parameters.values())  # hooks may be added after planning
             # A plan is valid in any precision; the other fields are derived, or irrelevant to a plan.
-            for name in ("reason", "dtype", "input_entries", "changes_state", "no_gradient_to", "windows"):
+            for name in (
+                "reason",
+                "dtype",
+                "input_entries",
+                "changes_state",
+                "no_gradient_to",
+                "windows",
+                "normalised",
+            ):
                 del row[name]
             # Existing plan files have fingerprints with the older name, and without empty fields.
             row["each"] = row.pop("called_everywhere")

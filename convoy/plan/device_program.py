@@ -44,7 +44,7 @@ class LocalSize:
     Attributes:
         outputs: filters or features to compute; all of them if the layer is not split by filter.
         inputs: input channels or features to sum over; all of them if the layer is not split by channel.
-        shares_statistics: the layer is a batch norm that exchanges its sums with other devices (`runtime/batch_norm.py`).
+        shares_statistics: the layer is a norm that exchanges its sums with other devices (`runtime/batch_norm.py`).
     """
 
     samples: int
@@ -90,13 +90,15 @@ def part_of_outputs(layer: Layer, layout: Layout, device: int) -> int:
 
 
 def shares_statistics(layer: Layer, layout: Layout) -> bool:
-    """Return whether a layer is a batch norm with its batch or its images split over several devices."""
-    return layer.statistics and shares_channels(layout) and len(holders(layout)) > 1
+    """Return whether a layer is a norm over entries that several devices hold."""
+    return exchanges_statistics(layer, layout) and len(holders(layout)) > 1
 
 
-def shares_channels(layout: Layout) -> bool:
-    """Return whether several devices may hold entries of one channel."""
-    return isinstance(layout, Tiles) or (isinstance(layout, Split) and layout.axis == 0)
+def exchanges_statistics(layer: Layer, layout: Layout) -> bool:
+    """Return whether a layer is a norm whose entries may be on several devices: samples of a channel, or parts of an image."""
+    if isinstance(layout, Tiles):
+        return layer.statistics or layer.normalised > 0
+    return layer.statistics and isinstance(layout, Split) and layout.axis == 0
 
 
 def flop(layer: Layer, size: LocalSize) -> float:

@@ -328,6 +328,8 @@ def _read(layer: Layer, tile: Box, shape: Shape, batch: int) -> Box | None:
     match layer.kind:
         case "elementwise" | "batch_norm":
             return tile
+        case "parts" if layer.normalised and tile[:2] == whole(whole_output)[:2]:
+            return tile
         case "join":
             # Axes are aligned from the right. An input that is broadcast along an axis is read whole there.
             aligned = zip(shape, tile[len(tile) - len(shape) :], whole_output[len(tile) - len(shape) :], strict=True)

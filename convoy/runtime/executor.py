@@ -23,7 +23,7 @@ from convoy.plan.compile import check_programs, compile_all, compile_device, wit
 from convoy.plan.lower import lower
 from convoy.plan.steps import ComputeStep, InputGradient, MicroBatch, Phase, StepList, Value
 from convoy.runtime import kernels
-from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
+from convoy.runtime.batch_norm import GlobalBatchNorm, GroupNormOfParts, Normalisation
 from convoy.runtime.clock import Clock
 from convoy.runtime.cuda_graphs import CudaGraphs, Regions, regions_of
 from convoy.runtime.exchange import Buffers, Lane, Slots
@@ -71,7 +71,7 @@ class Executor:
         self.group, self.model, self.traced, self.clock, self.gathered = group, model, traced, clock, gathered
         self.arithmetic: dict[str, kernels.Arithmetic] = {}
         self.calls = {name: bind_operation(model, operation) for name, operation in traced.operations.items()}
-        self.norms: dict[str, GlobalBatchNorm] = {}
+        self.norms: dict[str, GlobalBatchNorm | GroupNormOfParts] = {}
         self.slots, self._worker = Slots(), Worker("convoy-sums")
         self.expected_s: Expected = by_arithmetic
         self.graphs: CudaGraphs | None = None
@@ -88,6 +88,8 @@ class Executor:
                     run.call = self.calls[name] = refuse_changes(name, dict(ChainMap(*inside)), self.calls[name])
             if layer.kind == "batch_norm":
                 self.norms[name] = GlobalBatchNorm(model.get_submodule(str(traced.operations[name].target)), layer)
+            if layer.normalised:
+                self.norms[name] = GroupNormOfParts(model.get_submodule(str(traced.operations[name].target)), layer)
 
     def program(
         self, steps: StepList, missing: frozenset[int] = frozenset(), left: frozenset[str] = frozenset()
@@ -246,10 +248,10 @@ class Executor:
                 buffers[op.writes[0]] = norm.no_row(self.group.torch_device) if x is None else norm.local_statistics(x)
                 return
             members, value = tape.program.statistics[op.layer]
-            # Entries of each channel, in units that all of them have in common: samples, or single entries.
+            # Entries that are normalised together, in units that all devices have in common: samples, or single entries.
             unit = 1 if isinstance(value.layout, Tiles) else math.prod(value.shape[2:])
-            per_channel = value.shape[1] * unit
-            counts = [held_entries(value.layout, d, value.shape) // per_channel for d in members]
+            groups = norm.groups(value.shape) * unit
+            counts = [held_entries(value.layout, d, value.shape) // groups for d in members]
             tape.norms[op.layer] = norm.combine(buffers[op.reads[0]], counts, unit)
             buffers[op.writes[0]] = tape.norms[op.layer].mean
 

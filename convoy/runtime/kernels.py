@@ -228,8 +228,6 @@ def with_gradients(y: Any, g: Any) -> Pairs:
 # A device computes a tile of a layer's output from a window of the input. Only the ends of the whole image are padded, so
 # padding is explicit on the axes along which the device has a part.
 
-_POOLS: Mapping[int, Callable[..., Any]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-
 
 def windowed_call(model: nn.Module, layer: Layer, operation: Operation, tile: tuple[Box, Box]) -> Call:
     """Return a call that computes a tile of a layer's output. `tile`: its box, and that of the window of the input."""
@@ -255,7 +253,7 @@ def windowed_call(model: nn.Module, layer: Layer, operation: Operation, tile: tu
         for axis, (span, padded) in enumerate(zip(spans, padding, strict=True), 2):
             if not padded:
                 x = _padded(x, axis, *span)
-        function = _CONVOLUTIONS[False, len(spans)]
+        function: Callable[..., Tensor] = getattr(F, f"conv{len(spans)}d")
         return function(x, module.weight, module.bias, module.stride, padding, module.dilation, groups)
 
     return convolve
@@ -296,8 +294,8 @@ def _max_pooled(x: Tensor, spans: _Spans) -> Tensor:
         x = _padded(x, axis, *span, value=float("-inf"))
     windows = [window for window, _, _ in spans]
     kernel, stride, dilation = ([getattr(w, name) for w in windows] for name in ("kernel", "stride", "dilation"))
-    y: Tensor = _POOLS[len(spans)](x, kernel, stride, 0, dilation)
-    return y
+    pool: Callable[..., Tensor] = getattr(F, f"max_pool{len(spans)}d")
+    return pool(x, kernel, stride, 0, dilation)
 
 
 def _averaged(x: Tensor, spans: _Spans) -> Tensor:
@@ -314,7 +312,7 @@ def _transposed(x: Tensor, module: Any, spans: _Spans, parts: Sequence[bool]) ->
     """Compute all outputs that the window reaches, without the bias; crop them to the tile, and fill up what none reaches."""
     padding = [0 if part else p for part, p in zip(parts, module.padding, strict=True)]
     extra = [0 if part else p for part, p in zip(parts, module.output_padding, strict=True)]
-    function = _CONVOLUTIONS[True, len(spans)]
+    function: Callable[..., Tensor] = getattr(F, f"conv_transpose{len(spans)}d")
     y = function(x, module.weight, None, module.stride, padding, extra, module.groups, module.dilation)
     for axis, (part, (window, out, held)) in enumerate(zip(parts, spans, strict=True), 2):
         if part:

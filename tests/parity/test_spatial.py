@@ -43,8 +43,11 @@ CASES = {
     "bilinear resize with aligned corners": (nn.Upsample((11, 4), mode="bilinear", align_corners=True), (6, 5)),
     "nearest resize": (nn.Upsample(scale_factor=1.7), (6, 5)),
     "batch norm, pooling": (bottleneck(), (17, 12)),
+    "group norm": (nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3)), (9, 7)),
+    "instance norm": (nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), nn.InstanceNorm2d(4, affine=True)), (9, 7)),
     "one dimension": (nn.Sequential(nn.Conv1d(3, 4, 5, 2, 2), nn.BatchNorm1d(4), nn.MaxPool1d(2)), (23,)),
-    "volumes": (nn.Sequential(nn.Conv3d(3, 4, 3, 1, 1), nn.BatchNorm3d(4), nn.AvgPool3d(2), nn.ConvTranspose3d(4, 2, 2, 2)), (8, 5, 6)),
+    "volumes": (nn.Sequential(nn.Conv3d(3, 4, 3, 1, 1), nn.BatchNorm3d(4), nn.AvgPool3d(2)), (8, 5, 6)),
+    "volumes, transposed": (nn.Sequential(nn.Conv3d(3, 4, 2, 2), nn.ConvTranspose3d(4, 2, 2, 2)), (8, 5, 6)),
 }  # fmt: skip
 
 

@@ -155,7 +155,7 @@ NO_PLANS = [
     (changed(layers={"c": {**LAYER, "colour": 1}}), ("unknown key 'layers.c.filter.colour'", "remove it")),
     (changed(name=...), ("key 'name' is missing", "add it")),
     (changed(layers={"c": {"strategy": "filter"}}), ("'layers.c.filter.shares' is missing", "add it")),
-    (changed(layers={"c": {"strategy": "spatial"}}), ("layers.c", "'spatial'", "'channel'", "correct it")),
+    (changed(layers={"c": {"strategy": "diagonal"}}), ("layers.c", "'diagonal'", "'channel'", "correct it")),
     (
         changed(otherwise={"strategy": "filter", "shares": [1]}),
         ("otherwise", "'filter'", "'batch', 'one'", "correct it"),

@@ -64,7 +64,7 @@ def random_layer(draw: random.Random, dims: int, channels: int) -> tuple[nn.Modu
         linear = nn.Upsample(scale_factor=draw.choice((2.0, 1.5)), mode=LINEAR[dims], align_corners=corners)
         return draw.choice((linear, nn.Upsample(scale_factor=draw.choice((2.0, 1.5, 0.6))))), channels
     if kind == "norm":
-        return NORMS[dims](channels), channels
+        return draw.choice((NORMS[dims](channels), NORMS[dims](channels), nn.GroupNorm(2, channels))), channels
     if kind == "relu":
         return nn.LeakyReLU(), channels
     adds = draw.random() < 0.5

@@ -170,7 +170,7 @@ class LayerBuilder:
         operation = found.operation or operation
         layer = replace(
             layer, kind=found.kind, groups=found.groups, axis=found.axis, statistics=found.statistics, cuts=found.cuts,
-            windows=found.windows,
+            windows=found.windows, normalised=found.normalised,
         )  # fmt: skip
         layer = self._with_samples(node, operation, layer, found)
         self._names[node], self._shown[name] = name, small

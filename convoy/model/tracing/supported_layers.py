@@ -160,7 +160,9 @@ def _instance_norm(call: Call) -> Known | None:
     if not _plain(call) or len(call.inputs[0]) != int(type(m).__name__[-2]) + 2:
         return None
     found = SplitRule("channels", attributes=("num_features",))(call)
-    if found is None or not (m.track_running_stats and m.training):
+    if found is None or not m.track_running_stats:
+        return found and replace(found, normalised=m.num_features)
+    if not m.training:
         return found
     return replace(found, whole_batch="its running statistics are of the global batch")
 
@@ -489,7 +491,14 @@ FUNCTIONS.update(
     }
 )
 MODULES.update(dict.fromkeys((nn.Softmax, nn.LogSoftmax, nn.Softmin), _SOFTMAX))
-MODULES[nn.GroupNorm] = SplitRule("channels", groups="num_groups", attributes=("num_channels",))
+
+
+@_rule_for(nn.GroupNorm)
+def _group_norm_module(call: Call) -> Known | None:
+    found = SplitRule("channels", groups="num_groups", attributes=("num_channels",))(call)
+    return found and replace(found, normalised=call.module.num_groups)  # type: ignore[union-attr, arg-type]
+
+
 # torch's other modules have the names of the functions they call: AvgPool2d calls "avg_pool2d".
 _BY_NAME = {name.replace("_", ""): FUNCTIONS[name] for name in (*_ENTRIES, *_CHANNELS)}
 for _class in vars(nn).values():
