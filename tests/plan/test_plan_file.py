@@ -148,7 +148,7 @@ NO_PLANS = [
     ("", ("JSON", "line 1 column 1", "correct it there")),
     (TEXT.replace("[5, 0, 3]", "[5 0, 3]"), ("JSON", "line 12 column 55", "correct it there")),
     ("\ufeff" + TEXT, ("JSON", "BOM", "correct it there")),
-    ("[" * 100_000, ("JSON", "deeper than 100 levels", "correct it there")),
+    ("[" * 100_000, ("JSON", "nested too deeply", "correct it there")),
     (TEXT.replace("12", "1" * 5000), ("JSON", "5000 digits", "correct it there")),
     (changed(format=2), ("format 2", "reads 1", "make the plan again")),
     (changed(colour="red"), ("unknown key 'colour'", "remove it")),
