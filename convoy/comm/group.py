@@ -199,7 +199,7 @@ class ChangingGroup(Group):
         self.changes += 1
 
     def is_of_this_process(self) -> None:
-        """Make this the group that `index_in_job` reads."""
+        """Make this the group that `group_of_process` returns."""
         global _of_this_process
         _of_this_process = weakref.ref(self)
 
@@ -241,7 +241,6 @@ def present(group: Group) -> Group:
 _of_this_process: "weakref.ref[ChangingGroup] | None" = None
 
 
-def index_in_job() -> int | None:
-    """Return this process's current index in its job; None before it has joined one."""
-    group = None if _of_this_process is None else _of_this_process()
-    return None if group is None else group.device
+def group_of_process() -> Group | None:
+    """Return the group of this process's job; None before it has joined one."""
+    return None if _of_this_process is None else _of_this_process()

@@ -2,10 +2,11 @@
 
 import math
 import operator
-from collections import ChainMap
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from convoy.runtime.weights import GatheredParameters, PlanInUse
 
 @dataclass
 class Tape:
-    """The state that one forward pass saves for backward. Each layer's state is dropped as soon as it is used.
+    """The state that one forward pass saves for backward. The last backward drops each layer's state as soon as it is used.
 
     Attributes:
         saved: per layer, the state that its arithmetic saved.
@@ -41,10 +42,12 @@ class Tape:
         fused: per segment, autograd's graph: its roots and the edge of each output.
         precision: number type of the layers' arithmetic; None: the model's own.
         regions: layers that may run as one CUDA graph.
+        kept: whether another backward may follow the current one (`retain_graph=True`).
     """
 
     program: Program
     precision: torch.dtype | None
+    kept: bool = False
     regions: Regions = field(default_factory=dict)
     saved: dict[str, Any] = field(default_factory=dict)
     norms: dict[str, Normalisation] = field(default_factory=dict)
@@ -201,12 +204,10 @@ class Executor:
     def _expected_s(self, fused: ops.Fused, program: Program) -> dict[str, float]:
         key = (fused.number, fused.phase)
         if key not in program.expected_s:
-            found: dict[str, float] = {}
+            found = program.expected_s[key] = defaultdict(float)
             for op in fused.operations:
                 if isinstance(op, ops.Compute):
-                    seconds = self.expected_s(self.traced.graph[op.layer], fused.phase, op.size)
-                    found[op.layer] = found.get(op.layer, 0.0) + seconds
-            program.expected_s[key] = found
+                    found[op.layer] += self.expected_s(self.traced.graph[op.layer], fused.phase, op.size)
         return program.expected_s[key]
 
     def _forward(self, op: ops.Compute, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
@@ -337,7 +338,7 @@ class Executor:
 
     def _fused_backward(self, fused: ops.Fused, buffers: Buffers, found: Found, tape: Tape, sums: Sums) -> None:
         """Compute the gradients of a segment's inputs and parameters; start the parameters' sums immediately."""
-        roots, outputs = tape.fused.pop(fused.number)
+        roots, outputs = tape.fused[fused.number] if tape.kept else tape.fused.pop(fused.number)
         computed = [op for op in fused.operations if isinstance(op, ops.Compute)]
         layers = dict.fromkeys(op.layer for op in computed)
         parameters = {p.key: self._parameter(p.key) for name in layers for p in self.traced.graph[name].trainable}
@@ -351,30 +352,28 @@ class Executor:
         with self.clock.segment(self._expected_s(fused, tape.program), fused.phase) as end_lap:
             leaving = SegmentSums(self.model, self.traced.graph, fused, buffers, found, sums, end_lap)
             with leaving.watching(parameters):
-                results = iter(kernels.gradients_of(pairs, [*roots.edges, *parameters.values()]))
+                results = iter(kernels.gradients_of(pairs, [*roots.edges, *parameters.values()], last=not tape.kept))
             del pairs
             gradients = roots.or_zeros(results)
-        wanted = [
-            name for name, wants in zip(fused.writes, tape.program.segments[fused.number].wants, strict=True) if wants
-        ]
+        wanted = compress(fused.writes, tape.program.segments[fused.number].wants)
         buffers.update((name, g) for name, g in zip(wanted, gradients, strict=True) if name)
         for key, gradient in zip(parameters, results, strict=True):
             leaving.collect(key, gradient)
         leaving.finish()
 
     def _backward(self, op: ops.Compute, buffers: Buffers, found: Found, tape: Tape) -> None:
-        layer = self.traced.graph[op.layer]
+        layer, last = self.traced.graph[op.layer], op.last and not tape.kept
         g = buffers[op.reads[0]]
-        saved = tape.saved.pop(op.layer) if op.last else tape.saved[op.layer]
+        saved = tape.saved.pop(op.layer) if last else tape.saved[op.layer]
         with self.clock.compute(op.layer, "backward"):
             if len(op.reads) > 1:
                 row, rows = (buffers[name] for name in op.reads[1:])
-                by = tape.norms.pop(op.layer)
+                by = tape.norms[op.layer]
                 inputs, own = self.norms[op.layer].backward(saved, g, by, row, rows, op.wants[0])
             else:
                 run = self.arithmetic[op.layer]
                 backward = partial(kernels.backward_by_rows, run) if isinstance(saved, list) else run.backward
-                inputs, own = backward(saved, g, op.wants, op.part, op.last)  # type: ignore[arg-type]
+                inputs, own = backward(saved, g, op.wants, op.part, last)  # type: ignore[arg-type]
         if op.part != "weight":
             for name, gradient in zip(op.writes, inputs, strict=True):
                 if name and gradient is not None:

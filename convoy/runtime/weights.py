@@ -5,6 +5,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from convoy.layout.layout import Layout, OnOne, Replicated, Shape, Split, box, e
 from convoy.model.graph import Graph, Parameter
 from convoy.model.tracing import TracedModel
 from convoy.model.tracing.copies import copied
+from convoy.model.tracing.layer_builder import canonical_keys
 from convoy.plan.device_program import FreeWeights, PackWeights, UnpackWeights
 from convoy.plan.placing import borrowed, parameter_layouts, pin
 from convoy.plan.plan import Plan
@@ -91,7 +93,7 @@ class Weights:
 
     def own(self, key: str) -> Tensor:
         """Return the local shard, the module's own tensor object."""
-        return _tensor(self.module, key)
+        return attrgetter(key)(self.module)  # type: ignore[no-any-return]
 
     def held(self, key: str) -> Tensor:
         return self.own(key).detach()
@@ -112,7 +114,7 @@ class Weights:
         If `original` is the module itself, replicated parameters stay the same objects, and split ones are retired.
         """
         here = self.group.torch_device
-        rows = [(key, _tensor(original, key)) for key in self.known]
+        rows = [(key, attrgetter(key)(original)) for key in self.known]
         self.to_come = set(gather(self.group, "weights without values", [key for key, t in rows if t.is_meta])[0])
         for key, old in rows:
             if old.is_complex() and old.requires_grad and self.in_use.whole[key] and self.group.devices > 1:
@@ -147,7 +149,7 @@ class Weights:
     def load(self, state_dict: Mapping[str, Any], *, strict: bool) -> Any:
         """Copy the local shards of whole weights. Return the missing and the unexpected keys."""
         with shards.reading_shards():
-            tied, known = _canonical(self.module), self.module.state_dict()
+            tied, known = canonical_keys(self.module), self.module.state_dict()
         missing = [key for key in known if key not in state_dict]
         unexpected = [key for key in state_dict if key not in known]
         nothing = bool(known) and len(missing) == len(known)
@@ -234,7 +236,7 @@ class Weights:
 def parameters_of(model: nn.Module, traced: Mapping[bool, TracedModel]) -> dict[str, Parameter]:
     rows = [*traced[True].graph.layers.values(), *traced[False].graph.layers.values()]
     known = {p.key: p for layer in rows for p in layer.parameters.values()}
-    tied = _canonical(model)
+    tied = canonical_keys(model)
     held = [(k, p, False) for k, p in model.named_parameters()] + [(k, b, True) for k, b in model.named_buffers()]
     missing = [(k, t, b) for k, t, b in held if tied[k] == k and k not in known]
     return known | {k: Parameter(k, tuple(t.shape), t.requires_grad and not b, b) for k, t, b in missing}
@@ -244,19 +246,6 @@ def copied_without_weights(model: nn.Module, device: torch.device) -> nn.Module:
     """Return a deep copy with empty parameters and buffers, which `Weights.cut` then fills with shards."""
     empty = {id(t): torch.empty(0, dtype=t.dtype, device=device) for t in (*model.parameters(), *model.buffers())}
     return copied(model, empty | {id(p): nn.Parameter(empty[id(p)], p.requires_grad) for p in model.parameters()})
-
-
-def _tensor(root: nn.Module, key: str) -> Tensor:
-    holder, _, name = key.rpartition(".")
-    tensor = getattr(root.get_submodule(holder), name)
-    assert isinstance(tensor, Tensor)
-    return tensor
-
-
-def _canonical(root: nn.Module) -> dict[str, str]:
-    first: dict[int, str] = {}
-    rows = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
-    return {key: first.setdefault(id(tensor), key) for key, tensor in rows}
 
 
 # --- whole parameters during a step -------------------------------------------------------------------------------------
