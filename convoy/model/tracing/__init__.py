@@ -38,7 +38,16 @@ from convoy.model.tracing.python_state import State, StateWatch, changed, modes_
 from convoy.model.tracing.tracer import TRACE_LOCK, GivenUp, nodes_of
 from convoy.model.tracing.trials import TrialInputs, first_line, has_dropout, is_floating, observe, run_on_random
 
-__all__ = ["StateWatch", "TracedModel", "bind_operation", "disable_in_place", "register_layer", "trace", "unwrapped"]
+__all__ = [
+    "Example",
+    "StateWatch",
+    "TracedModel",
+    "bind_operation",
+    "disable_in_place",
+    "register_layer",
+    "trace",
+    "unwrapped",
+]
 
 _MOST_SAMPLES = 8
 """The most samples in a trial call of a layer with user code."""
