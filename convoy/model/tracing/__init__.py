@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from convoy.errors import InputError
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.model.nested import CallForm, Example, tensors_of, without_tensors
-from convoy.model.operation import Operation, Ref, Region, TracedModel, bind_operation, disable_in_place, fill
+from convoy.model.operation import Operation, Ref, Region, TracedModel, disable_in_place, fill
 from convoy.model.split_rules import register_layer
 from convoy.model.tracing.copies import (
     KINDS,
@@ -38,16 +38,7 @@ from convoy.model.tracing.python_state import State, StateWatch, changed, modes_
 from convoy.model.tracing.tracer import TRACE_LOCK, GivenUp, nodes_of
 from convoy.model.tracing.trials import TrialInputs, first_line, has_dropout, is_floating, observe, run_on_random
 
-__all__ = [
-    "Example",
-    "StateWatch",
-    "TracedModel",
-    "bind_operation",
-    "disable_in_place",
-    "register_layer",
-    "trace",
-    "unwrapped",
-]
+__all__ = ["Example", "StateWatch", "TracedModel", "disable_in_place", "register_layer", "trace", "unwrapped"]
 
 _MOST_SAMPLES = 8
 """The most samples in a trial call of a layer with user code."""
