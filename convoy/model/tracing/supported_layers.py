@@ -118,10 +118,8 @@ def _convolution(call: Call) -> Known | None:
         return None
     kind: Literal["conv", "conv_transpose"] = "conv_transpose" if m.transposed else "conv"
     ends = m._reversed_padding_repeated_twice  # of the last axis first, before and after it
-    before = after = symmetric_padding(m) or ends[-2::-2]
-    if symmetric_padding(m) is None:  # 'same' padding with an even kernel
-        after = ends[-1::-2]
-    rows = zip(call.inputs[0][2:], call.output[2:], m.kernel_size, m.stride, m.dilation, before, after, strict=True)
+    numbers = m.kernel_size, m.stride, m.dilation, ends[-2::-2], ends[-1::-2]
+    rows = zip(call.inputs[0][2:], call.output[2:], *numbers, strict=True)
     return Known(kind, groups=m.groups, windows=tuple(_window(kind, *row, mode=m.padding_mode) for row in rows))
 
 
