@@ -44,6 +44,7 @@ class LocalSize:
     Attributes:
         outputs: filters or features to compute; all of them if the layer is not split by filter.
         inputs: input channels or features to sum over; all of them if the layer is not split by channel.
+        tile: fraction of each image that is computed, if devices compute tiles of images.
         shares_statistics: the layer is a norm that exchanges its sums with other devices (`runtime/batch_norm.py`).
     """
 
@@ -51,6 +52,7 @@ class LocalSize:
     outputs: int
     inputs: int
     shares_statistics: bool = False
+    tile: float = 1.0
 
 
 def whole_size(layer: Layer, samples: int) -> LocalSize:
@@ -68,9 +70,7 @@ def local_size(step: ComputeStep, layer: Layer, device: int) -> LocalSize | None
     if isinstance(gives, Split) and gives.axis == 0:
         samples = gives.shares[device]
     if isinstance(gives, Tiles):
-        tile = gives.boxes[device]
-        assert tile is not None
-        samples = tile[0][1] - tile[0][0]
+        return tile_size(layer, gives, device)
     if layer.sums_channels:
         takes = step.reads[0].layout
         if isinstance(takes, Split) and takes.axis == layer.feature_axis:
@@ -78,12 +78,18 @@ def local_size(step: ComputeStep, layer: Layer, device: int) -> LocalSize | None
     return LocalSize(samples, part_of_outputs(layer, gives, device), inputs, shares_statistics(layer, gives))
 
 
+def tile_size(layer: Layer, layout: Tiles, device: int) -> LocalSize:
+    """Return the size of a device's tile of a layer's output; all zero if it has none."""
+    tile, (outputs, inputs) = layout.boxes[device], layer.extents
+    if tile is None:
+        return LocalSize(0, outputs, inputs)
+    part = entries(tile[1:]) / max(1, math.prod(layer.shape))
+    return LocalSize(tile[0][1] - tile[0][0], outputs, inputs, shares_statistics(layer, layout), part)
+
+
 def part_of_outputs(layer: Layer, layout: Layout, device: int) -> int:
     """Return the number of a layer's outputs that a device computes, along the split axis."""
     outputs = layer.extents[0]
-    if isinstance(layout, Tiles):  # as many filters as would take the same arithmetic
-        tile = layout.boxes[device]
-        return max(1, outputs * entries(tile[1:]) // math.prod(layer.shape)) if tile is not None else 0
     if not isinstance(layout, Split) or layout.axis == 0:
         return outputs
     return max(1, outputs * layout.shares[device] // max(1, sum(layout.shares)))
@@ -106,7 +112,7 @@ def flop(layer: Layer, size: LocalSize) -> float:
     if not layer.flop:  # such a layer may have no outputs either
         return 0.0
     outputs, inputs = layer.extents
-    return layer.flop * size.samples * (size.outputs / outputs) * (size.inputs / inputs)
+    return layer.flop * size.samples * size.tile * (size.outputs / outputs) * (size.inputs / inputs)
 
 
 def sizes_in_chunks(size: LocalSize, count: int) -> list[LocalSize]:

@@ -32,7 +32,7 @@ from convoy.layout.layout import (
 )
 from convoy.layout.shares import Shares, rescale
 from convoy.model.graph import Graph, Layer
-from convoy.plan.device_program import LocalSize, part_of_outputs, shares_statistics, whole_size
+from convoy.plan.device_program import LocalSize, part_of_outputs, shares_statistics, tile_size, whole_size
 from convoy.plan.lower import BUCKET_ENTRIES, lower, trains
 from convoy.plan.plan import Plan
 from convoy.plan.steps import MicroBatch, Phase, StepList
@@ -330,10 +330,7 @@ class CostModel:
         whole = whole_size(layer, self.batch if layer.batched else 1)
         gives, alike = placed.gives, self.alike
         if isinstance(gives, Tiles):
-            rows = [(d, tile[0][1] - tile[0][0]) for d, tile in enumerate(gives.boxes) if tile is not None]
-            shared = shares_statistics(layer, gives)
-            outputs = {d: part_of_outputs(layer, gives, d) for d, _ in rows}
-            return {(alike[d], LocalSize(samples, outputs[d], whole.inputs, shared)) for d, samples in rows}
+            return {(alike[d], tile_size(layer, gives, d)) for d in holders(gives)}
         if not layer.batched or not isinstance(gives, Split | Partial):
             return {(alike[d], whole) for d in holders(gives)}
         if isinstance(gives, Partial):
