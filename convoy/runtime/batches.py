@@ -91,10 +91,23 @@ def read_inputs(
     return StepInputs(tensors, wholes, batch, from_loader, wanted)
 
 
+def sample_shapes(inputs: StepInputs, graph: Graph, group: Group) -> tuple[Shape, ...]:
+    """Return the shape of each input per sample. Raise InputError if the model takes other inputs than these."""
+    if len(inputs.tensors) != len(graph.inputs):
+        raise InputError(f"the model takes {len(graph.inputs)} inputs, got {len(inputs.tensors)}")
+    for x, layer in zip(inputs.tensors, graph.inputs, strict=True):
+        if x.dim() != len(layer.shape) + 1:
+            what = f"device {group.ids[group.device]} got an input of shape {tuple(x.shape)}"
+            if x.dim() == len(layer.shape):
+                raise InputError(f"{what}, one sample without the batch axis: give x[None]")
+            raise InputError(
+                f"{what}, but a sample has {len(layer.shape)} axes, and a batch one more: give such batches"
+            )
+    return tuple([tuple(x.shape[1:]) for x in inputs.tensors])
+
+
 def local_inputs(inputs: StepInputs, steps: StepList, graph: Graph, group: Group) -> list[Tensor]:
     """Return the local batch of each input. Raise InputError if the inputs do not fit the model."""
-    if len(inputs.tensors) != len(steps.inputs):
-        raise InputError(f"the model takes {len(steps.inputs)} inputs, got {len(inputs.tensors)}")
     device, parts = group.device, []
     for x, value, whole in zip(inputs.tensors, steps.inputs, inputs.wholes, strict=True):
         expected = value.shape if whole else local_shape(value.layout, device, value.shape)
@@ -116,13 +129,6 @@ def local_inputs(inputs: StepInputs, steps: StepList, graph: Graph, group: Group
 
 def _misshapen(device: int, shape: Shape, expected: Shape, inputs: StepInputs, whole: bool) -> InputError:
     what = f"device {device} got an input of shape {shape}"
-    if shape == expected[1:]:
-        return InputError(f"{what}, one sample without the batch axis: give x[None]")
-    if shape[1:] != expected[1:]:
-        return InputError(
-            f"{what}, but the samples of distribute()'s example have the shape {expected[1:]}: give distribute() an example "
-            "with the shape of the data, such as a batch of the loader"
-        )
     if whole:
         return InputError(f"{what}; the global batch is {expected}: give all inputs the same number of samples")
     if inputs.announced:

@@ -3,7 +3,7 @@
 import math
 import operator
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
@@ -26,8 +26,8 @@ from convoy.runtime import kernels
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.runtime.clock import Clock
 from convoy.runtime.cuda_graphs import CudaGraphs, Regions, regions_of
-from convoy.runtime.exchange import Buffers, Lane, Slots
-from convoy.runtime.gradients import Found, SegmentSums, Sums, Worker, collect, own_memory, packed, unpack
+from convoy.runtime.exchange import Buffers, Lane
+from convoy.runtime.gradients import Found, SegmentSums, Sums, collect, own_memory, packed, unpack
 from convoy.runtime.program import BoundSegment, Item, LayerCall, Program
 from convoy.runtime.weights import GatheredParameters, PlanInUse
 
@@ -72,7 +72,6 @@ class Executor:
         self.arithmetic: dict[str, kernels.Arithmetic] = {}
         self.calls = {name: bind_operation(model, operation) for name, operation in traced.operations.items()}
         self.norms: dict[str, GlobalBatchNorm] = {}
-        self.slots, self._worker = Slots(), Worker("convoy-sums")
         self.expected_s: Expected = by_arithmetic
         self.graphs: CudaGraphs | None = None
         self._places: dict[str, tuple[dict[str, nn.Parameter | None], str]] = {}
@@ -153,7 +152,7 @@ class Executor:
         return torch.empty((0, *layer.shape), dtype=getattr(torch, layer.dtype), device=self.group.torch_device)
 
     def _run_forward(self, program: Program, tape: Tape, buffers: Buffers, *, keep: bool) -> None:
-        lane = Lane(self.group, 0, self.slots)
+        lane = Lane(self.group, 0, self.gathered.slots)
         for item in program.forward:
             match item.operations[0]:
                 case ops.Fused() as fused:
@@ -268,7 +267,7 @@ class Executor:
         # For a sharded parameter, earlier micro-batches left a summed shard: add it after the reduce-scatter.
         found: Found = {key: gradient for key, gradient in before.items() if key not in tape.program.into_shares}
         # After a regroup, sums of this backward must not send to the new group.
-        sums = Sums(present(self.group), program.sums, self.slots, self._worker)
+        sums = Sums(present(self.group), program.sums, self.gathered.slots, self.gathered.worker)
         with self.gathered.in_place(program.gathered):
             self._run_backward(program, tape, buffers, found, sums)
         for key in tape.program.into_shares & before.keys():
@@ -298,7 +297,7 @@ class Executor:
         return parameter
 
     def _run_backward(self, program: Program, tape: Tape, buffers: Buffers, found: Found, sums: Sums) -> None:
-        lane = Lane(self.group, 0, self.slots)
+        lane = Lane(self.group, 0, self.gathered.slots)
         for item in program.backward:
             match item.operations[0]:
                 case ops.Fused() as fused:
@@ -422,33 +421,30 @@ StateDevices = dict[str, set[int]]
 
 
 class ProgramCache:
-    """The programs of this device for one plan.
+    """The programs of this device for one plan and one trace.
 
     Args:
-        state_devices: shared by successive plans, because layers keep their state when the plan changes.
+        state_devices: shared by all plans and traces, because layers keep their state when these change.
 
     Attributes:
-        programs: by mode, batch size, requested input gradients, and kind of micro-batch.
+        programs: by batch size, requested input gradients, and kind of micro-batch.
     """
 
-    def __init__(self, in_use: PlanInUse, executors: Mapping[bool, Executor], state_devices: StateDevices) -> None:
-        self._in_use, self._executors, self._state_devices = in_use, executors, state_devices
-        self.programs: dict[tuple[bool, int, tuple[InputGradient, ...], MicroBatch], Program] = {}
+    def __init__(self, in_use: PlanInUse, executor: Executor, state_devices: StateDevices) -> None:
+        self._in_use, self._executor, self._state_devices = in_use, executor, state_devices
+        self.programs: dict[tuple[int, tuple[InputGradient, ...], MicroBatch], Program] = {}
 
-    def get(
-        self, training: bool, batch: int, wanted: tuple[InputGradient, ...] = (), kind: MicroBatch = "only"
-    ) -> Program:
+    def get(self, batch: int, wanted: tuple[InputGradient, ...] = (), kind: MicroBatch = "only") -> Program:
         """Return the program for a global batch of this size."""
-        key = (training, batch, wanted, kind)
+        key = (batch, wanted, kind)
         if key not in self.programs:
-            in_use, executor = self._in_use, self._executors[training]
-            graph = executor.traced.graph
+            in_use, graph = self._in_use, self._executor.traced.graph
             kept = {name: layout for name, layout in in_use.layouts.items() if name not in in_use.borrowed}
-            steps = lower(in_use.plans[training], graph, batch, wanted, kept, kind)
+            steps = lower(in_use.plan, graph, batch, wanted, kept, kind)
             self._check_state(steps, graph)
-            if not self.programs and in_use.devices <= CHECKED_DEVICES:
+            if not self.programs and in_use.plan.devices <= CHECKED_DEVICES:
                 check_programs(compile_all(steps, graph))
-            self.programs[key] = executor.program(steps)
+            self.programs[key] = self._executor.program(steps)
         return self.programs[key]
 
     def _check_state(self, steps: StepList, graph: Graph) -> None:

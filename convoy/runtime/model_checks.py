@@ -20,9 +20,9 @@ from convoy._version import __version__
 from convoy.comm.control_messages import agree_on, agree_on_modes, gather
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError
-from convoy.layout.layout import Replicated, everywhere
+from convoy.layout.layout import Replicated, Shape, everywhere
 from convoy.machine.accelerator import in_float64
-from convoy.model.tracing import TracedModel
+from convoy.model.tracing import TracedModel, modes_of
 from convoy.model.tracing.copies import KINDS, ON_PARAMETERS, on_weights
 from convoy.plan.plan import Plan
 from convoy.plan.steps import MicroBatch, StepList, Value
@@ -31,31 +31,42 @@ from convoy.runtime.shards import CallGuard
 
 _GLOBAL = tuple(getattr(modules_of_torch, f"_global{kind}") for kind in KINDS)
 
+Signature = tuple[tuple[Shape, ...], tuple[bool, ...], tuple[bool, ...]]
+"""What a trace and its programs depend on: the shape of each input per sample; whether in training mode, for each module
+that has modes; whether it requires a gradient, for each parameter."""
+
+HookTables = tuple[list[dict[int, Any]], list[dict[int, Any]]]
+"""The hook tables of modules that must be empty, and those that may contain torch's own hooks on weights."""
+
 
 class ModelChecks:
     """The checks of one model before every step.
 
     Attributes:
-        trained: parameters that require a gradient, by key.
+        held: the model's parameters, by key.
+        trained: for each, whether it required a gradient at first.
     """
 
-    def __init__(self, model: nn.Module, traced: Mapping[bool, TracedModel], devices: int) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
-        held = dict(model.named_parameters())
-        self._dtypes = {key: p.dtype for key, p in held.items()}
-        self.trained = {key: p for key, p in held.items() if p.requires_grad}
+        self.held = dict(model.named_parameters())
+        self._dtypes = {key: p.dtype for key, p in self.held.items()}
+        self.trained = tuple(p.requires_grad for p in self.held.values())
+        self._with_modes = [model.get_submodule(path) for path in modes_of(model)]
         self._parameters = [
             (model.get_submodule(key.rpartition(".")[0])._parameters, key.rpartition(".")[2], key, p)
-            for key, p in held.items()
+            for key, p in self.held.items()
         ]
-        self.use_devices(traced, devices)
 
-    def use_devices(self, traced: Mapping[bool, TracedModel], devices: int) -> None:
-        self._tables = {mode: _hook_tables(self._model, trace, devices) for mode, trace in traced.items()}
+    def signature(self, shapes: tuple[Shape, ...]) -> Signature:
+        """Return the present signature, for inputs of these shapes per sample."""
+        graded = torch.is_grad_enabled()
+        trained = tuple([p.requires_grad for p in self.held.values()]) if graded else self.trained
+        return shapes, tuple([m.training for m in self._with_modes]), trained
 
-    def check(self, training: bool, whole: Mapping[str, bool]) -> None:
+    def check(self, tables: HookTables, whole: Mapping[str, bool]) -> None:
         """Raise InputError if hooks or parameters have changed. `whole`: the parameters that every device holds whole."""
-        never, of_torch = self._tables[training]
+        never, of_torch = tables
         for hooks in filter(None, never):
             if not all(isinstance(hook, CallGuard) for hook in list(hooks.values())):
                 _refuse_on_module(self._model, hooks)
@@ -81,11 +92,6 @@ class ModelChecks:
                     f"parameter {key!r} became {parameter.dtype} after distribute(), and was {self._dtypes[key]}: change the "
                     "model before, or give prepare a precision"
                 )
-            if parameter.requires_grad != (key in self.trained):
-                raise InputError(
-                    f"parameter {key!r} was {'thawed' if parameter.requires_grad else 'frozen'} after distribute(): set "
-                    "requires_grad on the model before, and distribute it again"
-                )
             if (parameter._backward_hooks or parameter._post_accumulate_grad_hooks) and not whole[key]:
                 what = next(name for kind, name in ON_PARAMETERS.items() if getattr(parameter, kind))
                 raise InputError(
@@ -102,22 +108,16 @@ def carry_over(new: nn.Parameter, old: Tensor) -> None:
             setattr(new, kind, hooks)
 
 
-_Tables = list[dict[int, Any]]
-
-
-def _hook_tables(model: nn.Module, traced: TracedModel, devices: int) -> tuple[_Tables, _Tables]:
-    """Return the hook tables of modules that must be empty, and those that may contain torch's own hooks on weights.
-
-    Any other hook in them would not run, or would see a shard.
-    """
+def hook_tables(model: nn.Module, traced: TracedModel, devices: int) -> HookTables:
+    """Return the tables in which hooks would not run, or would see a shard."""
     called = [
         (path, layer.everywhere)
         for name, layer in traced.graph.layers.items()
         if layer.kind == "opaque"
         for path in traced.operations[name].modules
     ]
-    never: _Tables = []
-    of_torch: _Tables = []
+    never: list[dict[int, Any]] = []
+    of_torch: list[dict[int, Any]] = []
     for path, module in model.named_modules():
         live = [everywhere for whole, everywhere in called if whole in ("", path) or path.startswith(f"{whole}.")]
         for kind in KINDS:
@@ -164,11 +164,11 @@ class Comparisons:
     def __init__(self, group: Group) -> None:
         self._group = group
         self.calls = 0
-        self.done: set[tuple[bool, int, MicroBatch]] = set()  # (mode, batch size, micro-batch)
+        self.done: set[tuple[Signature, int, MicroBatch]] = set()  # (signature, batch size, micro-batch)
 
-    def check_inputs(self, training: bool, steps: StepList, inputs: StepInputs) -> bool:
+    def check_inputs(self, signature: Signature, steps: StepList, inputs: StepInputs) -> bool:
         """Return whether this step is compared. If so, compare the devices' micro-batches and global batches."""
-        group, key = self._group, (training, steps.batch, steps.micro_batch)
+        group, key = self._group, (signature, steps.batch, steps.micro_batch)
         if group.devices == 1:
             return False
         self.calls += 1
@@ -176,8 +176,11 @@ class Comparisons:
         if not due and key in self.done:
             return False
         self.done.add(key)
-        differs = "has another state of no_sync(), or is at another micro-batch of the step,"
-        agree_on(group, "call of the model", steps.micro_batch, differs)
+        differs = (
+            "has another state of no_sync(), is at another micro-batch of the step, or has other sizes of inputs, modes of "
+            "modules (train, eval) or requires_grad"
+        )
+        agree_on(group, "call of the model", f"{steps.micro_batch} {signature}", differs)
         everyone = everywhere(group.devices)
         rows = zip(inputs.tensors, steps.inputs, inputs.wholes, strict=True)
         if replicated := [x for x, value, whole in rows if whole or value.layout == everyone]:

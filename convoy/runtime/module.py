@@ -4,32 +4,74 @@
 """
 
 import copy
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from convoy.comm.control_messages import agree_on
 from convoy.comm.group import Group
 from convoy.errors import ConvoyError, InputError
-from convoy.layout.layout import Layout, Replicated
+from convoy.layout.layout import Layout, Replicated, Shape
 from convoy.model.operation import fill_result
-from convoy.model.tracing import StateWatch, disable_in_place, trace, unwrapped
+from convoy.model.tracing import StateWatch, TracedModel, disable_in_place, trace, unwrapped, with_trained
 from convoy.model.tracing.copies import copied
 from convoy.plan.plan import Plan
 from convoy.plan.steps import StepList, Value
 from convoy.runtime import shards
-from convoy.runtime.batches import StepInputs, local_inputs, read_inputs, returned_outputs, rows_of
+from convoy.runtime.batches import StepInputs, local_inputs, read_inputs, returned_outputs, rows_of, sample_shapes
 from convoy.runtime.clock import Clock
 from convoy.runtime.cuda_graphs import CudaGraphs, can_capture
-from convoy.runtime.executor import Executor, Expected, ProgramCache, StateDevices
+from convoy.runtime.executor import Executor, Expected, ProgramCache, StateDevices, by_arithmetic
 from convoy.runtime.gradients import global_norm
-from convoy.runtime.model_checks import Comparisons, ModelChecks, check_copies, check_same_start
+from convoy.runtime.model_checks import (
+    Comparisons,
+    HookTables,
+    ModelChecks,
+    Signature,
+    check_copies,
+    check_same_start,
+    hook_tables,
+)
 from convoy.runtime.program import Program
 from convoy.runtime.step_node import Accumulation, StepCall
-from convoy.runtime.weights import GatheredParameters, Weights, copied_without_weights, parameters_of, plan_in_use
+from convoy.runtime.weights import (
+    GatheredParameters,
+    PlanInUse,
+    Weights,
+    copied_without_weights,
+    parameters_of,
+    plan_in_use,
+)
+
+MOST_VARIANTS = 16  # of one model: each keeps its programs, and its CUDA graphs
+
+_TraceKey = tuple[tuple[Shape, ...], tuple[bool, ...]]  # the first two values of a signature
+
+_DIFFERS = "has other sizes of inputs, modes of modules (train, eval) or weights"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A trace of the model for one signature, with the plan, programs and checks made from it.
+
+    Attributes:
+        trained: parameters that require a gradient, by key.
+    """
+
+    traced: TracedModel
+    in_use: PlanInUse
+    executor: Executor
+    programs: ProgramCache
+    tables: HookTables
+    state: StateWatch
+    trained: dict[str, nn.Parameter]
 
 
 class StaleBatchError(ConvoyError):
@@ -67,6 +109,8 @@ class Distributed(nn.Module):
         MismatchError: the devices have different models, plans, or torch modes.
     """
 
+    _traces: dict[_TraceKey, tuple[TracedModel, StateWatch]]
+
     def __init__(
         self,
         model: nn.Module,
@@ -83,13 +127,16 @@ class Distributed(nn.Module):
         shards.check_not_distributed(model)
         trained = trace(model, example, training=True)
         self.traced = {True: trained, False: trace(model, example, training=False, like=trained)}
+        self._samples = len(example if isinstance(example, Tensor) else example[0])
         check_same_start(group, trained, plan)
         plan.check(trained.graph, group.devices)
         self.group, self.clock = group, Clock(group.torch_device, slowdown)
         self.parameters_by_key = parameters_of(model, self.traced)
         self.reshards = -1
         self._state_devices: StateDevices = {}
+        self._expected_s: Expected = by_arithmetic
         self._set_plan(plan)
+        self._in_place = [path for path, m in model.named_modules() if getattr(m, "inplace", False)]
         self.module = disable_in_place(model if takes_over else copied_without_weights(model, group.torch_device))
         self.weights = Weights(group, self.module, self.parameters_by_key, self._in_use)
         self.calls = shards.CallGuard()
@@ -139,25 +186,30 @@ class Distributed(nn.Module):
             )
         self.weights.check_loaded()
         given = read_inputs(inputs, others, batch, whole or (self.takes_whole and batch is None), self._announced)
-        training, graph = self.training, self.traced[self.training].graph
-        program = self._programs.get(training, given.batch, given.wanted, self._accumulation.kind())
+        micro_batch = self._accumulation.kind()
+        signature = self._checks.signature(sample_shapes(given, self.traced[True].graph, self.group))
+        variant = self._variant(signature)
+        graph, program = variant.traced.graph, variant.programs.get(given.batch, given.wanted, micro_batch)
         parts = local_inputs(given, program.steps, graph, self.group)
-        compares = self._comparisons.check_inputs(training, program.steps, given)
-        self._checks.check(training, self._in_use.whole)
-        self._states[training].check()
-        outputs = self._compute(given, program, parts, compares)
-        return fill_result(self.traced[training], returned_outputs(outputs, program.steps, graph, self.group))
+        compares = self._comparisons.check_inputs(signature, program.steps, given)
+        self._checks.check(variant.tables, self._in_use.whole)
+        variant.state.check()
+        outputs = self._compute(variant, given, program, parts, compares)
+        return fill_result(variant.traced, returned_outputs(outputs, program.steps, graph, self.group))
 
-    def _compute(self, given: StepInputs, program: Program, parts: list[Tensor], compares: bool) -> Sequence[Tensor]:
-        executor, kind = self._executors[self.training], self.group.torch_device.type
+    def _compute(
+        self, variant: Variant, given: StepInputs, program: Program, parts: list[Tensor], compares: bool
+    ) -> Sequence[Tensor]:
+        executor, kind, trained = variant.executor, self.group.torch_device.type, variant.trained
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         precision = self.precision or autocast
-        borrowing: AbstractContextManager[None] = nullcontext() if self.training else self.weights.borrowing()
+        lent = variant.in_use.borrowed
+        borrowing: AbstractContextManager[None] = self.weights.borrowing(lent) if lent else nullcontext()
         # The executor applies autocast, layer by layer, in backward too.
         with torch.autocast(kind, enabled=False), borrowing, program.random.same_after(self.group):
-            if torch.is_grad_enabled() and (self._checks.trained or any(x.requires_grad for x in given.tensors)):
-                begin = partial(self._begin_backward, self.reshards, self.training, compares, program.steps.outputs)
-                call = StepCall(executor, program, precision, parts, self._checks.trained, self._accumulation, begin)
+            if torch.is_grad_enabled() and (trained or any(x.requires_grad for x in given.tensors)):
+                begin = partial(self._begin_backward, self.reshards, variant, compares, program.steps.outputs)
+                call = StepCall(executor, program, precision, parts, trained, self._accumulation, begin)
                 return call.outputs(given.tensors)
             # The caller's tensors must not be marked or changed.
             callers = {x.untyped_storage().data_ptr() for x in given.tensors}
@@ -167,7 +219,7 @@ class Distributed(nn.Module):
     def _begin_backward(
         self,
         reshards: int,
-        training: bool,
+        variant: Variant,
         compares: bool,
         outputs: Sequence[Value],
         output_gradients: Sequence[Tensor | None],
@@ -177,13 +229,17 @@ class Distributed(nn.Module):
             raise InputError(
                 "the shares changed between a forward pass and its backward: call reshard() after backward()"
             )
-        if not training and self._in_use.half_trained is not None:
+        if lent := variant.in_use.borrowed.keys() & variant.trained.keys():
             raise InputError(
-                f"backward in evaluation mode: parameter {self._in_use.half_trained!r} is used there on devices that do not "
-                "keep it, so it would not train as on one device; call model.train() before forward, and keep in evaluation "
-                "mode only the modules that were so before distribute()"
+                f"backward in evaluation mode: parameter {min(lent)!r} is used there on devices that do not keep it, so it "
+                "would not train as on one device; call model.train() before forward, and keep in evaluation mode only the "
+                "modules that were so before distribute()"
             )
-        shards.check_weights(self._checks.trained.values())  # in backward: an averaged model may change by hand
+        if frozen := [key for key, p in variant.trained.items() if not p.requires_grad]:
+            raise InputError(
+                f"parameter {frozen[0]!r} was frozen between a forward pass and its backward: set requires_grad before forward"
+            )
+        shards.check_weights(variant.trained.values())  # in backward: an averaged model may change by hand
         if compares:
             self._comparisons.check_gradients(outputs, output_gradients)
 
@@ -210,7 +266,7 @@ class Distributed(nn.Module):
         self._set_plan(plan)
         self.weights.in_use = self._in_use
         self._gathered.clear()
-        self._programs = ProgramCache(self._in_use, self._executors, self._state_devices)
+        self._variants.clear()
 
     def enter(self, plan: Plan) -> None:
         """Switch to a plan for the devices after a regroup, and discard an interrupted step.
@@ -218,14 +274,13 @@ class Distributed(nn.Module):
         `SnapshotStore.restore` then restores weights and optimizer state.
         """
         plan.check(self.traced[True].graph, self.group.devices)
-        expected = {mode: executor.expected_s for mode, executor in self._executors.items()}
         self._state_devices = {}
         self._set_plan(plan)
         self.weights.in_use = self._in_use
+        self._traces = {
+            own: self._traces[own] for own in map(self._first, self.traced)
+        }  # a joining device has no others
         self._make_ready()
-        for mode, executor in self._executors.items():
-            executor.expected_s = expected[mode]
-        self._checks.use_devices(self.traced, self.group.devices)
         for parameter in self.parameters():
             shards.mark_unsummed(parameter, False)
 
@@ -237,26 +292,82 @@ class Distributed(nn.Module):
 
     def _bind(self) -> None:
         self._make_ready()
-        self._checks = ModelChecks(self.module, self.traced, self.group.devices)
-        self._states = {mode: StateWatch(self.module, t.seen, t.modes) for mode, t in self.traced.items()}
+        self._checks = ModelChecks(self.module)
+        self._traces = {
+            self._first(mode): (traced, StateWatch(self.module, traced.seen)) for mode, traced in self.traced.items()
+        }
         self.mark_shards()
+
+    def _first(self, training: bool) -> _TraceKey:
+        """Return shapes and modes of the trace made from the example."""
+        traced = self.traced[training]
+        return tuple(layer.shape for layer in traced.graph.inputs), tuple(traced.modes.values())
+
+    def first_variant(self) -> Variant:
+        """Return the variant for inputs like the example, with all modules in the current mode."""
+        return self._variant((*self._first(self.training), self._checks.trained))
+
+    def _variant(self, signature: Signature) -> Variant:
+        """Return the variant of a signature. All devices need the same ones in the same order, so they make it together."""
+        variant = self._variants.pop(signature, None) or self._made(signature)
+        self._variants[signature] = variant  # in order of use
+        if len(self._variants) > MOST_VARIANTS:
+            del self._variants[next(iter(self._variants))]
+        return variant
+
+    def _made(self, signature: Signature) -> Variant:
+        shapes, modes, required = signature
+        key = (shapes, modes)
+        if key not in self._traces:
+            start_s = time.perf_counter()
+            traced = self._traced_like(shapes)
+            agree_on(self.group, "new trace", f"{signature} {traced.graph.fingerprint}", _DIFFERS)
+            self._traces[key] = traced, StateWatch(self.module, traced.seen)
+            if len(self._traces) > MOST_VARIANTS:
+                del self._traces[next(k for k in self._traces if k not in map(self._first, self.traced))]
+            if self.group.device == 0 and (took_s := time.perf_counter() - start_s) > 1:
+                text = (
+                    f"convoy: traced the model for inputs of {', '.join(map(str, shapes))} per sample in {took_s:.1f} s"
+                )
+                print(text, file=sys.stderr, flush=True)
+        traced, state = self._traces[key]
+        trained = {name: p for (name, p), needs in zip(self._checks.held.items(), required, strict=True) if needs}
+        traced = with_trained(traced, trained)
+        executor = Executor(self.group, self.module, traced, self.clock, self._gathered)
+        executor.expected_s, executor.graphs = self._expected_s, self.cuda_graphs
+        in_use = self._in_use.to(traced.graph, self.traced[True].graph)
+        programs = ProgramCache(in_use, executor, self._state_devices)
+        tables = hook_tables(self.module, traced, self.group.devices)
+        return Variant(traced, in_use, executor, programs, tables, state, trained)
+
+    def _traced_like(self, shapes: tuple[Shape, ...]) -> TracedModel:
+        """Trace the model as it is now, for inputs of other shapes or modules in other modes. Every device must call it."""
+        like = self.traced[self.training]
+        dtypes = [getattr(torch, layer.dtype) for layer in like.graph.inputs]
+        example = [torch.zeros((self._samples, *s), dtype=dtype) for s, dtype in zip(shapes, dtypes, strict=True)]
+        kind = self.group.torch_device.type
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(kind, enabled=False):
+            for values in (False, True):  # weights are gathered only for layers that must be tried
+                model = self.weights.whole_copy(values=values)
+                for path in self._in_place:
+                    model.get_submodule(path).inplace = True  # type: ignore[assignment]
+                try:
+                    return trace(model, example, training=None, like=like)
+                except InputError as error:
+                    failed = error
+        raise InputError(f"for inputs of {', '.join(map(str, shapes))} per sample, unlike the first ones: {failed}")
 
     def use_clock(self, clock: Clock) -> None:
         self.clock = clock
         self._make_ready()
 
     def _make_ready(self) -> None:
-        """Create executors and an empty program cache, and reset the counters of micro-batches and steps."""
+        """Drop all executors and programs, and reset the counters of micro-batches and steps."""
         shapes = {key: p.shape for key, p in self.parameters_by_key.items()}
         self._gathered = GatheredParameters(self.module, shapes, self.calls)
-        self._executors = {
-            mode: Executor(self.group, self.module, t, self.clock, self._gathered) for mode, t in self.traced.items()
-        }
         if self.cuda_graphs is not None:
             self.cuda_graphs.captured = 0
-        for executor in self._executors.values():
-            executor.graphs = self.cuda_graphs
-        self._programs = ProgramCache(self._in_use, self._executors, self._state_devices)
+        self._variants: dict[Signature, Variant] = {}
         self._accumulation = Accumulation()
         self._comparisons = Comparisons(self.group)
 
@@ -337,7 +448,7 @@ class Distributed(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients; see `convoy.train.clip_grad_norm_`."""
         known = self.parameters_by_key
-        rows = [(key, self.module.get_parameter(key)) for key, p in known.items() if p.trainable]
+        rows = [(key, self.module.get_parameter(key)) for key, p in known.items() if not p.buffer]
         parameters = [p for _, p in rows]
         shards.check_summed("clip_grad_norm_", parameters)
         shards.check_gradients("clip_grad_norm_", parameters)
@@ -391,7 +502,7 @@ class Distributed(nn.Module):
 
     def steps(self, batch: int) -> StepList:
         """Return the step list for a global batch of this size, in the current mode."""
-        return self._programs.get(self.training, batch).steps
+        return self.first_variant().programs.get(batch).steps
 
     def input_layouts(self, batch: int) -> tuple[Layout, ...]:
         return tuple(value.layout for value in self.steps(batch).inputs)
@@ -405,10 +516,8 @@ class Distributed(nn.Module):
         self._announced[:] = [] if batch is None else [batch]
 
     def expect(self, seconds: Expected) -> None:
-        for executor in self._executors.values():
-            executor.expected_s = seconds
-        for program in self._programs.programs.values():
-            program.expected_s.clear()
+        self._expected_s = seconds
+        self._variants.clear()
 
 
 def not_distributed(who: str, model: object) -> InputError:

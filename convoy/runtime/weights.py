@@ -4,7 +4,7 @@ import ctypes
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -25,8 +25,8 @@ from convoy.plan.device_program import FreeWeights, PackWeights, UnpackWeights
 from convoy.plan.placing import borrowed, parameter_layouts, pin
 from convoy.plan.plan import Plan
 from convoy.runtime import shards
-from convoy.runtime.exchange import Buffers, redistribute
-from convoy.runtime.gradients import by_device
+from convoy.runtime.exchange import Buffers, Slots, redistribute
+from convoy.runtime.gradients import Worker, by_device
 from convoy.runtime.model_checks import carry_over
 
 # --- layouts -----------------------------------------------------------------------------------------------------------
@@ -34,22 +34,22 @@ from convoy.runtime.model_checks import carry_over
 
 @dataclass(frozen=True, slots=True)
 class PlanInUse:
-    """A plan, and the layouts of parameters and buffers that it implies, by their key in `state_dict`.
+    """A plan for one graph, and the layouts of parameters and buffers, by their key in `state_dict`.
 
     Attributes:
-        plans: the plan to lower, by mode (True: training).
-        borrowed: parameters that evaluation needs on other devices than training, and their layout there.
-        half_trained: a borrowed parameter that requires a gradient: backward in evaluation mode would be wrong.
+        borrowed: parameters that this graph needs on other devices than the training graph, and their layout there.
         whole: for each parameter and buffer, whether every device holds all of it.
     """
 
-    devices: int
     plan: Plan
-    plans: Mapping[bool, Plan]
     layouts: Mapping[str, Layout]
-    borrowed: Mapping[str, Layout]
-    half_trained: str | None
     whole: Mapping[str, bool]
+    borrowed: Mapping[str, Layout] = field(default_factory=dict)
+
+    def to(self, graph: Graph, trained: Graph) -> "PlanInUse":
+        """Return the plan for another graph of the model. Strategies, shares and layouts are those of `trained`."""
+        pinned = pin(self.plan, trained, graph)
+        return replace(self, plan=pinned, borrowed=borrowed(pinned, self.plan, trained, graph))
 
     def counts(self, key: str, device: int) -> bool:
         """Return whether this device adds a parameter to a norm: it has a shard, or is the first with a copy."""
@@ -61,20 +61,11 @@ def plan_in_use(
     plan: Plan, trained: Graph, evaluated: Graph, known: Mapping[str, Parameter], devices: int
 ) -> PlanInUse:
     """Derive the layouts of a plan. Parameters and buffers that no layer reads are replicated."""
-    pinned = pin(plan, trained, evaluated)
-    lent = borrowed(pinned, plan, trained, evaluated)
     # Training decides; evaluation adds the layouts of layers that only it has.
     layouts: dict[str, Layout] = {key: everywhere(devices) for key in known}
-    layouts |= parameter_layouts(pinned, evaluated) | parameter_layouts(plan, trained)
-    return PlanInUse(
-        devices,
-        plan,
-        {True: plan, False: pinned},
-        layouts,
-        lent,
-        next((key for key in lent if known[key].trainable), None),
-        {k: isinstance(how, Replicated) and len(how.devices) == devices for k, how in layouts.items()},
-    )
+    layouts |= parameter_layouts(pin(plan, trained, evaluated), evaluated) | parameter_layouts(plan, trained)
+    whole = {k: isinstance(how, Replicated) and len(how.devices) == devices for k, how in layouts.items()}
+    return PlanInUse(plan, layouts, whole)
 
 
 # --- the local shards --------------------------------------------------------------------------------------------------
@@ -212,11 +203,34 @@ class Weights:
         with self._replaced(whole), shards.reading_shards():
             return dict(self.module.state_dict())
 
+    def whole_copy(self, *, values: bool) -> nn.Module:
+        """Return a copy of the model with whole parameters, to trace it; without `values`, on the meta device.
+
+        With `values`, every device must call it.
+        """
+        calls = [
+            h for m in self.module.modules() for h in m._forward_pre_hooks.values() if isinstance(h, shards.CallGuard)
+        ]
+        memo: dict[int, Any] = {id(guard): guard for guard in calls}
+        for key, parameter in self.known.items():
+            own = self.own(key)
+            meta = torch.empty(parameter.shape, dtype=own.dtype, device="meta")
+            memo[id(own)] = whole = self.gather(key, own.detach()) if values else meta
+            if not parameter.buffer:
+                memo[id(own)] = nn.Parameter(whole, own.requires_grad)
+                carry_over(memo[id(own)], own)
+        made = copied(self.module, memo)
+        for module in made.modules():
+            for number, hook in list(module._forward_pre_hooks.items()):
+                if isinstance(hook, shards.CallGuard):
+                    del module._forward_pre_hooks[number]
+        return made
+
     @contextmanager
-    def borrowing(self) -> Iterator[None]:
-        """Move borrowed parameters to the devices that evaluate with them, inside the block."""
+    def borrowing(self, others: Mapping[str, Layout]) -> Iterator[None]:
+        """Move parameters to the devices that compute with them in evaluation, inside the block. `others`: their layouts."""
         layouts, brought = self.in_use.layouts, {}
-        for key, wanted in self.in_use.borrowed.items():
+        for key, wanted in others.items():
             brought[key] = redistribute(self.group, self.held(key), layouts[key], wanted, self.known[key].shape)
         with self._replaced(brought):
             yield
@@ -254,9 +268,14 @@ _library = functools.cache(ctypes.CDLL)
 
 
 class GatheredParameters:
-    """Memory for whole parameters, filled from the shards of all devices. During a step they are the model's parameters."""
+    """Memory for whole parameters, filled from the shards of all devices. During a step they are the model's parameters.
+
+    Attributes:
+        slots, worker: receive buffers and a thread for gradient sums, which all executors of a model share too.
+    """
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, Shape], calls: shards.CallGuard) -> None:
+        self.slots, self.worker = Slots(), Worker("convoy-sums")
         self._model, self._shapes, self._calls = model, shapes, calls
         self._whole: dict[str, nn.Parameter] = {}
         self._shards: dict[str, nn.Parameter] = {}  # replaced in the model by whole parameters
@@ -268,6 +287,7 @@ class GatheredParameters:
         for key, shard in self._shards.items():
             if key not in self._whole:
                 self._whole[key] = nn.Parameter(shard.detach().new_empty(self._shapes[key]), shard.requires_grad)
+            self._whole[key].requires_grad_(shard.requires_grad)
         self._calls.working += 1
         try:
             self._put({key: self._whole[key] for key in self._shards})

@@ -51,7 +51,7 @@ def test_input_gradients_match_one_device(net: str, plan: str, whole: bool) -> N
     def work(group: Group) -> tuple[list[int], list[int]]:
         here = Distributed(model, chosen, group, x[:2])
         given = (x.clone() if whole else part(here, x).clone()).requires_grad_()
-        steps = here._programs.get(True, 10, ("whole" if whole else "part",)).steps
+        steps = here.first_variant().programs.get(10, ("whole" if whole else "part",)).steps
         if whole:  # compared once
             here(given.detach(), whole=True)
         group.clear_counters()
@@ -78,13 +78,13 @@ def test_unneeded_input_gradients_add_no_traffic() -> None:
 
     with one_trace("resnet", torch.float64):
         programs = run_on_threads(4, lambda group: _keys(group, model, chosen, x, y))
-    assert programs == [[(True, 10, (), "only")]] * 4
+    assert programs == [[(10, (), "only")]] * 4
 
 
 def _keys(group: Group, model: nn.Module, plan: Plan, x: Tensor, y: Tensor) -> list[Any]:
     here = Distributed(model, plan, group, x[:2])
     loss_of(here(part(here, x), batch=10), y).backward()
-    return list(here._programs.programs)
+    return list(here.first_variant().programs.programs)
 
 
 # --- torch.autograd.grad ---------------------------------------------------------------------------------------------

@@ -20,7 +20,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from convoy.errors import InputError
 from convoy.model.graph import Graph, Layer, Parameter
-from convoy.model.operation import Form, Operation, Ref, Region, TracedModel, bind_operation, disable_in_place
+from convoy.model.operation import (
+    Form,
+    Operation,
+    Ref,
+    Region,
+    TracedModel,
+    bind_operation,
+    disable_in_place,
+    with_trained,
+)
 from convoy.model.split_rules import register_layer
 from convoy.model.tracing.copies import (
     KINDS,
@@ -46,14 +55,21 @@ from convoy.model.tracing.trials import (
     tensors_of,
 )
 
-__all__ = ["StateWatch", "TracedModel", "bind_operation", "disable_in_place", "register_layer", "trace", "unwrapped"]
+__all__ = [
+    "StateWatch", "TracedModel", "bind_operation", "disable_in_place", "modes_of", "register_layer", "trace", "unwrapped",
+    "with_trained",
+]  # fmt: skip
 
 _MOST_SAMPLES = 8
 """The most samples in a trial call of a layer with user code."""
 
 
 def trace(
-    model: nn.Module, example: Tensor | Sequence[Tensor], *, training: bool = True, like: TracedModel | None = None
+    model: nn.Module,
+    example: Tensor | Sequence[Tensor],
+    *,
+    training: bool | None = True,
+    like: TracedModel | None = None,
 ) -> TracedModel:
     """Trace a model into layers and the operations that compute them. The model itself is not changed.
 
@@ -61,9 +77,10 @@ def trace(
         model: an ordinary module on any device (the meta device only if all layers are of known kinds). Its inputs are
             tensors whose first axis is the batch.
         example: one batch of each input; only shape and dtype matter.
-        training: trace the model in training (dropout, batch statistics, auxiliary outputs) or in evaluation.
-        like: a trace of the same model in the other mode. Calls that form one layer there also form one here, so that both
-            modes have the parameters in the same layers.
+        training: trace the model in training (dropout, batch statistics, auxiliary outputs) or in evaluation; None: with
+            each module in its present mode.
+        like: another trace of the same model. Calls that form one layer there also form one here, so that both have the
+            parameters in the same layers.
 
     Raises:
         InputError: the model cannot be copied or traced, does not run on the example, or returns values other than tensors.
@@ -101,8 +118,8 @@ def trace(
     return traced
 
 
-def _copied(model: nn.Module, training: bool) -> nn.Module:
-    """Return a copy on the CPU, in training or evaluation mode, without the user's hooks, which must not run in a trace."""
+def _copied(model: nn.Module, training: bool | None) -> nn.Module:
+    """Return a copy on the CPU, in this mode (None: unchanged), without the user's hooks, which must not run in a trace."""
     try:
         local = copied(model, shared_parameters(model))
         local = local if _is_on_meta(local) else local.cpu()
@@ -120,7 +137,9 @@ def _copied(model: nn.Module, training: bool) -> nn.Module:
                     del hooks[number]
         if kinds:
             module.register_forward_hook(lambda *_: None)
-    if not training or not local.training:  # in a model that is training, submodules in evaluation mode stay so
+    if training is not None and not (
+        training and local.training
+    ):  # in a model that is training, submodules in evaluation mode stay so
         local.train(training)
     return local
 

@@ -367,14 +367,12 @@ class StateWatch:
     Args:
         model: this device's copy, in the traced state.
         seen: paths of the modules that the trace enters.
-        modes: see `TracedModel.modes`.
     """
 
-    def __init__(self, model: nn.Module, seen: Sequence[str], modes: Mapping[str, bool]) -> None:
+    def __init__(self, model: nn.Module, seen: Sequence[str]) -> None:
         named = dict(model.named_modules())
         through = {path: named[path] for path in seen}
         state = State(through, named)
-        self._modes = [(path, named[path], training) for path, training in modes.items()]
         self._lengths = [(path, m, len(vars(m)), replaced_by_hand(m), path in through) for path, m in named.items()]
         self._submodules = [(path, m._modules, dict(m._modules)) for path, m in through.items()]
         rows: list[tuple[str, Any, str]] = [*state.attributes()]
@@ -387,13 +385,7 @@ class StateWatch:
         self._outside = [(name, get, _form(get())) for name, get in state.outside.items()]
 
     def check(self) -> None:
-        """Raise InputError if an attribute, a submodule or a mode has changed since the model was distributed."""
-        for path, module, training in self._modes:
-            if module.training != training:
-                raise InputError(
-                    f"module {path or 'the model itself'!r} was {'frozen' if training else 'thawed'} after distribute(): set "
-                    "module.eval() or train() before, and freeze it again after model.train(), as the original was"
-                )
+        """Raise InputError if an attribute or a submodule has changed since the trace."""
         for path, module, length, method, is_seen in self._lengths:
             if len(vars(module)) != length:
                 if (found := replaced_by_hand(module)) != method:
