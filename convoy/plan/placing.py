@@ -144,7 +144,6 @@ def pin(plan: Plan, training: Graph, evaluation: Graph) -> Plan:
         PlanError: the plan does not fit the training graph.
     """
     known = {name: s for name, s in plan.layers.items() if name in evaluation.layers}
-    # Other sharded parameters are gathered if this graph uses them whole: see `lower`'s `kept`.
     sharded = {n: s for n, s in plan.sharded.items() if n in evaluation.layers and can_shard(evaluation[n])}
     pinned = replace(plan, model=evaluation.fingerprint, layers=known, sharded=sharded)
     placed = placements(plan, training)

@@ -93,16 +93,13 @@ def read_inputs(
 
 def sample_shapes(inputs: StepInputs, graph: Graph, group: Group) -> tuple[Shape, ...]:
     """Return the shape of each input per sample. Raise InputError if the model takes other inputs than these."""
-    if len(inputs.tensors) != len(graph.inputs):
-        raise InputError(f"the model takes {len(graph.inputs)} inputs, got {len(inputs.tensors)}")
-    for x, layer in zip(inputs.tensors, graph.inputs, strict=True):
-        if x.dim() != len(layer.shape) + 1:
-            what = f"device {group.ids[group.device]} got an input of shape {tuple(x.shape)}"
-            if x.dim() == len(layer.shape):
-                raise InputError(f"{what}, one sample without the batch axis: give x[None]")
-            raise InputError(
-                f"{what}, but a sample has {len(layer.shape)} axes, and a batch one more: give such batches"
-            )
+    if [x.dim() - 1 for x in inputs.tensors] != [len(layer.shape) for layer in graph.inputs]:
+        got = ", ".join(str(tuple(x.shape)) for x in inputs.tensors)
+        takes = ", ".join(str(layer.shape) for layer in graph.inputs)
+        raise InputError(
+            f"device {group.ids[group.device]} got inputs of shape {got}; the model takes batches of samples of shape {takes}: "
+            "give as many inputs, and a batch axis to a single sample: x[None]"
+        )
     return tuple([tuple(x.shape[1:]) for x in inputs.tensors])
 
 
@@ -131,15 +128,11 @@ def _misshapen(device: int, shape: Shape, expected: Shape, inputs: StepInputs, w
     what = f"device {device} got an input of shape {shape}"
     if whole:
         return InputError(f"{what}; the global batch is {expected}: give all inputs the same number of samples")
-    if inputs.announced:
-        return InputError(
-            f"{what}; the loader's last batch had {inputs.batch} samples, and its local batch is {expected}. If these samples "
-            "come from your own DataLoader, give that to convoy.prepare or convoy.loader too; if every device has this same "
-            "global batch: model(x, whole=True)"
-        )
+    source = "the loader's last batch" if inputs.announced else "the global batch"
     return InputError(
-        f"{what}; the local batch of {inputs.batch} samples is {expected}: use convoy.loader, or give the size of the global "
-        "batch: model(x, batch=n); if every device has all of it: model(x, whole=True)"
+        f"{what}; {source} had {inputs.batch} samples, and its local batch is {expected}. Give your own DataLoader to "
+        "convoy.prepare or convoy.loader, or call model(x, batch=n) with the size of the global batch; if every device has all "
+        "of it: model(x, whole=True)"
     )
 
 

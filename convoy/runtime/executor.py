@@ -16,7 +16,7 @@ from convoy.comm.group import Group, present
 from convoy.errors import InputError
 from convoy.layout.layout import Split, holders
 from convoy.model.graph import Graph, Layer
-from convoy.model.tracing import TracedModel, bind_operation
+from convoy.model.tracing import StateWatch, TracedModel, bind_operation
 from convoy.model.tracing.python_state import is_of_user, refuse_changes, subtree
 from convoy.plan import device_program as ops
 from convoy.plan.compile import check_programs, compile_all, compile_device, without_gradients
@@ -28,6 +28,7 @@ from convoy.runtime.clock import Clock
 from convoy.runtime.cuda_graphs import CudaGraphs, Regions, regions_of
 from convoy.runtime.exchange import Buffers, Lane
 from convoy.runtime.gradients import Found, SegmentSums, Sums, collect, own_memory, packed, unpack
+from convoy.runtime.model_checks import HookTables
 from convoy.runtime.program import BoundSegment, Item, LayerCall, Program
 from convoy.runtime.weights import GatheredParameters, PlanInUse
 
@@ -417,45 +418,48 @@ CHECKED_DEVICES = 16
 """Largest number of devices whose programs are checked against each other before the first step. More would take seconds."""
 
 StateDevices = dict[str, set[int]]
-"""For each layer that changes its own state, the devices that have run it."""
+"""For each layer that changes its own state, the devices that have run it, in any variant."""
 
 
-class ProgramCache:
-    """The programs of this device for one plan and one trace.
-
-    Args:
-        state_devices: shared by all plans and traces, because layers keep their state when these change.
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The executor, programs and checks for one trace of the model under one plan.
 
     Attributes:
+        trained: parameters that require a gradient, by key.
         programs: by batch size, requested input gradients, and kind of micro-batch.
     """
 
-    def __init__(self, in_use: PlanInUse, executor: Executor, state_devices: StateDevices) -> None:
-        self._in_use, self._executor, self._state_devices = in_use, executor, state_devices
-        self.programs: dict[tuple[int, tuple[InputGradient, ...], MicroBatch], Program] = {}
+    executor: Executor
+    in_use: PlanInUse
+    tables: HookTables
+    state: StateWatch
+    trained: dict[str, nn.Parameter]
+    state_devices: StateDevices
+    programs: dict[tuple[int, tuple[InputGradient, ...], MicroBatch], Program] = field(default_factory=dict)
 
-    def get(self, batch: int, wanted: tuple[InputGradient, ...] = (), kind: MicroBatch = "only") -> Program:
+    def program(self, batch: int, wanted: tuple[InputGradient, ...] = (), kind: MicroBatch = "only") -> Program:
         """Return the program for a global batch of this size."""
         key = (batch, wanted, kind)
         if key not in self.programs:
-            in_use, graph = self._in_use, self._executor.traced.graph
+            in_use, graph = self.in_use, self.executor.traced.graph
             kept = {name: layout for name, layout in in_use.layouts.items() if name not in in_use.borrowed}
             steps = lower(in_use.plan, graph, batch, wanted, kept, kind)
             self._check_state(steps, graph)
             if not self.programs and in_use.plan.devices <= CHECKED_DEVICES:
                 check_programs(compile_all(steps, graph))
-            self.programs[key] = self._executor.program(steps)
+            self.programs[key] = self.executor.program(steps)
         return self.programs[key]
 
     def _check_state(self, steps: StepList, graph: Graph) -> None:
         """Raise InputError if a layer with its own state would run on devices where that state is outdated."""
         for step in steps.phase("forward"):
             if not isinstance(step, ComputeStep) or not (
-                graph[step.layer].changes_state or step.layer in self._state_devices
+                graph[step.layer].changes_state or step.layer in self.state_devices
             ):
                 continue
             here = set(holders(step.writes.layout))
-            before = self._state_devices.setdefault(step.layer, here)
+            before = self.state_devices.setdefault(step.layer, here)
             if here != before if graph[step.layer].changes_state else not here <= before:
                 raise InputError(
                     f"layer {step.layer!r} changes its Python state, buffers or parameters in forward. It ran on the devices "

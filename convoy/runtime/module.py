@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, NoReturn
 
@@ -19,59 +18,22 @@ from convoy.comm.control_messages import agree_on
 from convoy.comm.group import Group
 from convoy.errors import ConvoyError, InputError
 from convoy.layout.layout import Layout, Replicated, Shape
-from convoy.model.operation import fill_result
-from convoy.model.tracing import StateWatch, TracedModel, disable_in_place, trace, unwrapped, with_trained
+from convoy.model.operation import fill_result, with_trained
+from convoy.model.tracing import StateWatch, TracedModel, disable_in_place, trace, unwrapped
 from convoy.model.tracing.copies import copied
 from convoy.plan.plan import Plan
 from convoy.plan.steps import StepList, Value
-from convoy.runtime import shards
+from convoy.runtime import model_checks, shards
 from convoy.runtime.batches import StepInputs, local_inputs, read_inputs, returned_outputs, rows_of, sample_shapes
 from convoy.runtime.clock import Clock
 from convoy.runtime.cuda_graphs import CudaGraphs, can_capture
-from convoy.runtime.executor import Executor, Expected, ProgramCache, StateDevices, by_arithmetic
+from convoy.runtime.executor import Executor, Expected, StateDevices, Variant, by_arithmetic
 from convoy.runtime.gradients import global_norm
-from convoy.runtime.model_checks import (
-    Comparisons,
-    HookTables,
-    ModelChecks,
-    Signature,
-    check_copies,
-    check_same_start,
-    hook_tables,
-)
 from convoy.runtime.program import Program
 from convoy.runtime.step_node import Accumulation, StepCall
-from convoy.runtime.weights import (
-    GatheredParameters,
-    PlanInUse,
-    Weights,
-    copied_without_weights,
-    parameters_of,
-    plan_in_use,
-)
+from convoy.runtime.weights import GatheredParameters, Weights, copied_without_weights, parameters_of, plan_in_use
 
 MOST_VARIANTS = 16  # of one model: each keeps its programs, and its CUDA graphs
-
-_TraceKey = tuple[tuple[Shape, ...], tuple[bool, ...]]  # the first two values of a signature
-
-_DIFFERS = "has other sizes of inputs, modes of modules (train, eval) or weights"
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A trace of the model for one signature, with the plan, programs and checks made from it.
-
-    Attributes:
-        trained: parameters that require a gradient, by key.
-    """
-
-    traced: TracedModel
-    in_use: PlanInUse
-    executor: Executor
-    programs: ProgramCache
-    tables: HookTables
-    state: StateWatch
-    trained: dict[str, nn.Parameter]
 
 
 class StaleBatchError(ConvoyError):
@@ -109,8 +71,6 @@ class Distributed(nn.Module):
         MismatchError: the devices have different models, plans, or torch modes.
     """
 
-    _traces: dict[_TraceKey, tuple[TracedModel, StateWatch]]
-
     def __init__(
         self,
         model: nn.Module,
@@ -128,7 +88,7 @@ class Distributed(nn.Module):
         trained = trace(model, example, training=True)
         self.traced = {True: trained, False: trace(model, example, training=False, like=trained)}
         self._samples = len(example if isinstance(example, Tensor) else example[0])
-        check_same_start(group, trained, plan)
+        model_checks.check_same_start(group, trained, plan)
         plan.check(trained.graph, group.devices)
         self.group, self.clock = group, Clock(group.torch_device, slowdown)
         self.parameters_by_key = parameters_of(model, self.traced)
@@ -186,16 +146,15 @@ class Distributed(nn.Module):
             )
         self.weights.check_loaded()
         given = read_inputs(inputs, others, batch, whole or (self.takes_whole and batch is None), self._announced)
-        micro_batch = self._accumulation.kind()
         signature = self._checks.signature(sample_shapes(given, self.traced[True].graph, self.group))
         variant = self._variant(signature)
-        graph, program = variant.traced.graph, variant.programs.get(given.batch, given.wanted, micro_batch)
-        parts = local_inputs(given, program.steps, graph, self.group)
+        traced, program = variant.executor.traced, variant.program(given.batch, given.wanted, self._accumulation.kind())
+        parts = local_inputs(given, program.steps, traced.graph, self.group)
         compares = self._comparisons.check_inputs(signature, program.steps, given)
         self._checks.check(variant.tables, self._in_use.whole)
         variant.state.check()
         outputs = self._compute(variant, given, program, parts, compares)
-        return fill_result(variant.traced, returned_outputs(outputs, program.steps, graph, self.group))
+        return fill_result(traced, returned_outputs(outputs, program.steps, traced.graph, self.group))
 
     def _compute(
         self, variant: Variant, given: StepInputs, program: Program, parts: list[Tensor], compares: bool
@@ -208,7 +167,8 @@ class Distributed(nn.Module):
         # The executor applies autocast, layer by layer, in backward too.
         with torch.autocast(kind, enabled=False), borrowing, program.random.same_after(self.group):
             if torch.is_grad_enabled() and (trained or any(x.requires_grad for x in given.tensors)):
-                begin = partial(self._begin_backward, self.reshards, variant, compares, program.steps.outputs)
+                compared = program.steps.outputs if compares else ()
+                begin = partial(self._begin_backward, self.reshards, variant, compared)
                 call = StepCall(executor, program, precision, parts, trained, self._accumulation, begin)
                 return call.outputs(given.tensors)
             # The caller's tensors must not be marked or changed.
@@ -217,12 +177,7 @@ class Distributed(nn.Module):
             return [y.clone() if y.untyped_storage().data_ptr() in callers else y for y in made]
 
     def _begin_backward(
-        self,
-        reshards: int,
-        variant: Variant,
-        compares: bool,
-        outputs: Sequence[Value],
-        output_gradients: Sequence[Tensor | None],
+        self, reshards: int, variant: Variant, compared: Sequence[Value], gradients: Sequence[Tensor | None]
     ) -> None:
         """Check that backward can run. `reshards`: the value of `self.reshards` in its forward."""
         if reshards != self.reshards:
@@ -232,16 +187,15 @@ class Distributed(nn.Module):
         if lent := variant.in_use.borrowed.keys() & variant.trained.keys():
             raise InputError(
                 f"backward in evaluation mode: parameter {min(lent)!r} is used there on devices that do not keep it, so it "
-                "would not train as on one device; call model.train() before forward, and keep in evaluation mode only the "
-                "modules that were so before distribute()"
+                "would not train as on one device: call model.train() before forward"
             )
         if frozen := [key for key, p in variant.trained.items() if not p.requires_grad]:
             raise InputError(
                 f"parameter {frozen[0]!r} was frozen between a forward pass and its backward: set requires_grad before forward"
             )
         shards.check_weights(variant.trained.values())  # in backward: an averaged model may change by hand
-        if compares:
-            self._comparisons.check_gradients(outputs, output_gradients)
+        if compared:
+            self._comparisons.check_gradients(compared, gradients)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Keep gradients local inside the block; the next micro-batch outside sums those of all micro-batches.
@@ -249,13 +203,6 @@ class Distributed(nn.Module):
         As with DistributedDataParallel, run forward and backward of a micro-batch inside, and those of a step's last
         micro-batch outside. Until then `.grad` is the sum of this device's gradients. Hooks on parameters run in the last
         micro-batch only, with the gradient of all.
-
-        ::
-
-            for number, (x, y) in enumerate(parts):
-                with model.no_sync() if number < len(parts) - 1 else nullcontext():
-                    (criterion(model(x), y) / len(parts)).backward()
-            optimizer.step()
         """
         return self._accumulation.unsummed()
 
@@ -269,17 +216,12 @@ class Distributed(nn.Module):
         self._variants.clear()
 
     def enter(self, plan: Plan) -> None:
-        """Switch to a plan for the devices after a regroup, and discard an interrupted step.
-
-        `SnapshotStore.restore` then restores weights and optimizer state.
-        """
+        """Switch to a plan for the devices after a regroup, and discard an interrupted step and its weights."""
         plan.check(self.traced[True].graph, self.group.devices)
         self._state_devices = {}
         self._set_plan(plan)
         self.weights.in_use = self._in_use
-        self._traces = {
-            own: self._traces[own] for own in map(self._first, self.traced)
-        }  # a joining device has no others
+        self._traces.clear()  # a joining device has none
         self._make_ready()
         for parameter in self.parameters():
             shards.mark_unsummed(parameter, False)
@@ -292,22 +234,21 @@ class Distributed(nn.Module):
 
     def _bind(self) -> None:
         self._make_ready()
-        self._checks = ModelChecks(self.module)
-        self._traces = {
-            self._first(mode): (traced, StateWatch(self.module, traced.seen)) for mode, traced in self.traced.items()
+        self._checks = model_checks.ModelChecks(self.module)
+        shapes = tuple(layer.shape for layer in self.traced[True].graph.inputs)
+        self._first = {mode: (shapes, tuple(traced.modes.values())) for mode, traced in self.traced.items()}
+        made = reversed(self.traced.items())  # a model without modes has one trace
+        self._first_traces = {
+            self._first[mode]: (traced, StateWatch(self.module, traced.seen)) for mode, traced in made
         }
+        self._traces: dict[Any, tuple[TracedModel, StateWatch]] = {}  # by shapes and modes, in order of first use
         self.mark_shards()
-
-    def _first(self, training: bool) -> _TraceKey:
-        """Return shapes and modes of the trace made from the example."""
-        traced = self.traced[training]
-        return tuple(layer.shape for layer in traced.graph.inputs), tuple(traced.modes.values())
 
     def first_variant(self) -> Variant:
         """Return the variant for inputs like the example, with all modules in the current mode."""
-        return self._variant((*self._first(self.training), self._checks.trained))
+        return self._variant((*self._first[self.training], self._checks.trained))
 
-    def _variant(self, signature: Signature) -> Variant:
+    def _variant(self, signature: model_checks.Signature) -> Variant:
         """Return the variant of a signature. All devices need the same ones in the same order, so they make it together."""
         variant = self._variants.pop(signature, None) or self._made(signature)
         self._variants[signature] = variant  # in order of use
@@ -315,47 +256,40 @@ class Distributed(nn.Module):
             del self._variants[next(iter(self._variants))]
         return variant
 
-    def _made(self, signature: Signature) -> Variant:
+    def _made(self, signature: model_checks.Signature) -> Variant:
         shapes, modes, required = signature
-        key = (shapes, modes)
-        if key not in self._traces:
+        if (found := self._first_traces.get((shapes, modes)) or self._traces.get((shapes, modes))) is None:
             start_s = time.perf_counter()
             traced = self._traced_like(shapes)
-            agree_on(self.group, "new trace", f"{signature} {traced.graph.fingerprint}", _DIFFERS)
-            self._traces[key] = traced, StateWatch(self.module, traced.seen)
+            agree_on(self.group, "new trace", f"{signature} {traced.graph.fingerprint}", model_checks.DIFFERS)
+            found = self._traces[shapes, modes] = traced, StateWatch(self.module, traced.seen)
             if len(self._traces) > MOST_VARIANTS:
-                del self._traces[next(k for k in self._traces if k not in map(self._first, self.traced))]
+                del self._traces[next(iter(self._traces))]
             if self.group.device == 0 and (took_s := time.perf_counter() - start_s) > 1:
-                text = (
-                    f"convoy: traced the model for inputs of {', '.join(map(str, shapes))} per sample in {took_s:.1f} s"
-                )
-                print(text, file=sys.stderr, flush=True)
-        traced, state = self._traces[key]
+                print(f"convoy: traced the model for inputs {shapes} in {took_s:.1f} s", file=sys.stderr, flush=True)
         trained = {name: p for (name, p), needs in zip(self._checks.held.items(), required, strict=True) if needs}
-        traced = with_trained(traced, trained)
+        traced, state = with_trained(found[0], trained), found[1]
         executor = Executor(self.group, self.module, traced, self.clock, self._gathered)
         executor.expected_s, executor.graphs = self._expected_s, self.cuda_graphs
         in_use = self._in_use.to(traced.graph, self.traced[True].graph)
-        programs = ProgramCache(in_use, executor, self._state_devices)
-        tables = hook_tables(self.module, traced, self.group.devices)
-        return Variant(traced, in_use, executor, programs, tables, state, trained)
+        tables = model_checks.hook_tables(self.module, traced, self.group.devices)
+        return Variant(executor, in_use, tables, state, trained, self._state_devices)
 
     def _traced_like(self, shapes: tuple[Shape, ...]) -> TracedModel:
         """Trace the model as it is now, for inputs of other shapes or modules in other modes. Every device must call it."""
-        like = self.traced[self.training]
-        dtypes = [getattr(torch, layer.dtype) for layer in like.graph.inputs]
-        example = [torch.zeros((self._samples, *s), dtype=dtype) for s, dtype in zip(shapes, dtypes, strict=True)]
-        kind = self.group.torch_device.type
+        like, kind = self.traced[self.training], self.group.torch_device.type
+        rows = zip(shapes, like.graph.inputs, strict=True)
+        example = [torch.zeros((self._samples, *shape), dtype=getattr(torch, x.dtype)) for shape, x in rows]
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(kind, enabled=False):
             for values in (False, True):  # weights are gathered only for layers that must be tried
-                model = self.weights.whole_copy(values=values)
+                model = self.weights.whole_copy(self.calls, values=values)
                 for path in self._in_place:
                     model.get_submodule(path).inplace = True  # type: ignore[assignment]
                 try:
                     return trace(model, example, training=None, like=like)
                 except InputError as error:
                     failed = error
-        raise InputError(f"for inputs of {', '.join(map(str, shapes))} per sample, unlike the first ones: {failed}")
+        raise InputError(f"for inputs of {shapes} per sample, unlike those of the example: {failed}")
 
     def use_clock(self, clock: Clock) -> None:
         self.clock = clock
@@ -367,9 +301,9 @@ class Distributed(nn.Module):
         self._gathered = GatheredParameters(self.module, shapes, self.calls)
         if self.cuda_graphs is not None:
             self.cuda_graphs.captured = 0
-        self._variants: dict[Signature, Variant] = {}
+        self._variants: dict[model_checks.Signature, Variant] = {}
         self._accumulation = Accumulation()
-        self._comparisons = Comparisons(self.group)
+        self._comparisons = model_checks.Comparisons(self.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Distributed":
         """Return a model with the same weights, plan and devices, such as a teacher. Every device must call it."""
@@ -427,7 +361,9 @@ class Distributed(nn.Module):
     def check_copies(self) -> None:
         """Raise MismatchError if replicated parameters differ between devices. Every device must call it."""
         if self.group.devices > 1:
-            check_copies(self.group, {key: p for key, p in self.named_parameters() if self._in_use.whole[key]})
+            model_checks.check_copies(
+                self.group, {key: p for key, p in self.named_parameters() if self._in_use.whole[key]}
+            )
 
     def weights_changed(self) -> None:
         """Accept the script's changes to sharded weights. Every device calls it.
@@ -447,8 +383,7 @@ class Distributed(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients; see `convoy.train.clip_grad_norm_`."""
-        known = self.parameters_by_key
-        rows = [(key, self.module.get_parameter(key)) for key, p in known.items() if not p.buffer]
+        rows = list(self.module.named_parameters())
         parameters = [p for _, p in rows]
         shards.check_summed("clip_grad_norm_", parameters)
         shards.check_gradients("clip_grad_norm_", parameters)
@@ -487,22 +422,11 @@ class Distributed(nn.Module):
                 )
         super().__setattr__(name, value)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        for tensor in {(t.dtype, t.device): t for t in (*self.parameters(), *self.buffers())}.values():
-            made = fn(tensor.detach()[:0] if tensor.dim() else tensor.detach())
-            if made.dtype != tensor.dtype or made.device != tensor.device:
-                raise InputError(
-                    f"the distributed model would change from {tensor.dtype} on {tensor.device} to {made.dtype} on "
-                    f"{made.device}: change the model before it is distributed; convoy.join(device) or CONVOY_DEVICE choose "
-                    "the device, precision='bf16' the precision"
-                )
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-
     # --- for loaders and controllers ---------------------------------------------------------------------------------
 
     def steps(self, batch: int) -> StepList:
         """Return the step list for a global batch of this size, in the current mode."""
-        return self.first_variant().programs.get(batch).steps
+        return self.first_variant().program(batch).steps
 
     def input_layouts(self, batch: int) -> tuple[Layout, ...]:
         return tuple(value.layout for value in self.steps(batch).inputs)

@@ -53,8 +53,7 @@ class PlanInUse:
 
     def counts(self, key: str, device: int) -> bool:
         """Return whether this device adds a parameter to a norm: it has a shard, or is the first with a copy."""
-        layout = self.layouts[key]
-        return isinstance(layout, Split) or holders(layout)[0] == device
+        return isinstance(self.layouts[key], Split) or holders(self.layouts[key])[0] == device
 
 
 def plan_in_use(
@@ -85,9 +84,6 @@ class Weights:
     def own(self, key: str) -> Tensor:
         """Return the local shard, the module's own tensor object."""
         return attrgetter(key)(self.module)  # type: ignore[no-any-return]
-
-    def held(self, key: str) -> Tensor:
-        return self.own(key).detach()
 
     def check_loaded(self) -> None:
         if self.to_come:
@@ -145,12 +141,10 @@ class Weights:
         unexpected = [key for key in state_dict if key not in known]
         nothing = bool(known) and len(missing) == len(known)
         if nothing or (strict and (missing or unexpected)):
-            hint = (
-                "use the model's ordinary keys, without 'module.'"
-                if all(k.startswith("module.") for k in unexpected) and unexpected
-                else "give all of them, or strict=False"
+            raise InputError(
+                f"load_state_dict: keys {missing} are missing, {unexpected} are unknown: give all of the model's ordinary "
+                "keys (without 'module.'), or strict=False"
             )
-            raise InputError(f"load_state_dict: keys {missing} are missing, {unexpected} are unknown: {hint}")
         for key in filter(state_dict.__contains__, known):
             holder, _, name = key.rpartition(".")
             if tied.get(key, key) in self.known:
@@ -173,7 +167,7 @@ class Weights:
             )
         here = box(self.in_use.layouts[parameter], self.group.device, shape)
         if here is not None:
-            self.held(parameter).copy_(whole.detach()[tuple(slice(*span) for span in here)])
+            self.own(parameter).detach().copy_(whole.detach()[tuple(slice(*span) for span in here)])
         self.to_come.discard(parameter)
 
     def put(self, key: str, shard: Tensor) -> None:
@@ -198,20 +192,14 @@ class Weights:
         self.check_loaded()
         # Fail here if only one device calls this: it might need no message, and the others would fail later.
         self.group.agree("full_state_dict", "")
-        whole = {key: self.gather(key, self.held(key)) for key in self.known}
+        whole = {key: self.gather(key, self.own(key).detach()) for key in self.known}
         # Hooks on state_dict, and the model's own state_dict, expect whole tensors.
         with self._replaced(whole), shards.reading_shards():
             return dict(self.module.state_dict())
 
-    def whole_copy(self, *, values: bool) -> nn.Module:
-        """Return a copy of the model with whole parameters, to trace it; without `values`, on the meta device.
-
-        With `values`, every device must call it.
-        """
-        calls = [
-            h for m in self.module.modules() for h in m._forward_pre_hooks.values() if isinstance(h, shards.CallGuard)
-        ]
-        memo: dict[int, Any] = {id(guard): guard for guard in calls}
+    def whole_copy(self, guard: shards.CallGuard, *, values: bool) -> nn.Module:
+        """Return a copy with whole parameters (on meta unless `values`), without this guard. Every device must call it."""
+        memo: dict[int, Any] = {id(guard): guard}
         for key, parameter in self.known.items():
             own = self.own(key)
             meta = torch.empty(parameter.shape, dtype=own.dtype, device="meta")
@@ -220,10 +208,9 @@ class Weights:
                 memo[id(own)] = nn.Parameter(whole, own.requires_grad)
                 carry_over(memo[id(own)], own)
         made = copied(self.module, memo)
-        for module in made.modules():
-            for number, hook in list(module._forward_pre_hooks.items()):
-                if isinstance(hook, shards.CallGuard):
-                    del module._forward_pre_hooks[number]
+        for hooks in [m._forward_pre_hooks for m in made.modules()]:
+            for number in [number for number, hook in hooks.items() if hook is guard]:
+                del hooks[number]
         return made
 
     @contextmanager
@@ -231,7 +218,7 @@ class Weights:
         """Move parameters to the devices that compute with them in evaluation, inside the block. `others`: their layouts."""
         layouts, brought = self.in_use.layouts, {}
         for key, wanted in others.items():
-            brought[key] = redistribute(self.group, self.held(key), layouts[key], wanted, self.known[key].shape)
+            brought[key] = redistribute(self.group, self.own(key).detach(), layouts[key], wanted, self.known[key].shape)
         with self._replaced(brought):
             yield
 
@@ -270,8 +257,7 @@ _library = functools.cache(ctypes.CDLL)
 class GatheredParameters:
     """Memory for whole parameters, filled from the shards of all devices. During a step they are the model's parameters.
 
-    Attributes:
-        slots, worker: receive buffers and a thread for gradient sums, which all executors of a model share too.
+    All executors of a model share it, with receive buffers (`slots`) and the thread (`worker`) for gradient sums.
     """
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, Shape], calls: shards.CallGuard) -> None:

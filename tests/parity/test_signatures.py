@@ -97,7 +97,7 @@ def test_training_at_several_image_sizes(make: Callable[[], nn.Module], optimize
         return [step(call, images(i, size), own) for i, size in enumerate((8, 12, 10, 8, 12, 10))]
 
     for here in check(make(), loop, plan, optimizer):
-        assert len(here._traces) == 4  # the first one in both modes, and two other sizes
+        assert len(here._traces) == 2
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -20,16 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from convoy.errors import InputError
 from convoy.model.graph import Graph, Layer, Parameter
-from convoy.model.operation import (
-    Form,
-    Operation,
-    Ref,
-    Region,
-    TracedModel,
-    bind_operation,
-    disable_in_place,
-    with_trained,
-)
+from convoy.model.operation import Form, Operation, Ref, Region, TracedModel, bind_operation, disable_in_place
 from convoy.model.split_rules import register_layer
 from convoy.model.tracing.copies import (
     KINDS,
@@ -55,10 +46,7 @@ from convoy.model.tracing.trials import (
     tensors_of,
 )
 
-__all__ = [
-    "StateWatch", "TracedModel", "bind_operation", "disable_in_place", "modes_of", "register_layer", "trace", "unwrapped",
-    "with_trained",
-]  # fmt: skip
+__all__ = ["StateWatch", "TracedModel", "bind_operation", "disable_in_place", "register_layer", "trace", "unwrapped"]
 
 _MOST_SAMPLES = 8
 """The most samples in a trial call of a layer with user code."""

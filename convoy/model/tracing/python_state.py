@@ -50,13 +50,9 @@ class Hidden(Exception):  # noqa: N818 - an answer, not an error
 
 
 def form_of(value: Any, within: tuple[int, ...] = ()) -> Any:
-    """Return a form of `value` for comparison. Two forms are equal exactly if the value, with all values in it, is unchanged.
+    """Return a form of `value`. Two forms are equal exactly if the value, with all values in it, is unchanged.
 
-    Args:
-        within: ids of the values that contain this one.
-
-    Raises:
-        Hidden: the value cannot be compared.
+    Raise Hidden if it cannot be compared. `within`: ids of the values that contain this one.
     """
     if isinstance(value, _PLAIN):
         return (type(value).__name__, repr(value) if isinstance(value, float | complex) else value)  # NaN equals itself
@@ -330,8 +326,7 @@ class _TorchDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def random_kept(*, of_torch: bool = True) -> Iterator[Callable[[], bool]]:
     """Restore the random states of torch (CPU), Python and NumPy at the end. Yield a function: whether they were used.
 
-    Args:
-        of_torch: also report whether torch's generator was used.
+    `of_torch`: torch's counts too.
     """
     own, numpy_own, torch_own = random.getstate(), np.random.get_state(), torch.get_rng_state()
     draws = _TorchDraws()
@@ -408,17 +403,12 @@ def _changed(name: str, *, outside: bool = False) -> InputError:
     path, _, key = name.rpartition(".")
     value = name if outside else f"{key!r} of module {path or 'the model itself'!r}"
     return InputError(
-        f"{value} changed after distribute(), which has read it: set it before, or distribute the model again"
+        f"{value} changed after distribute(), which read it: set it before, or distribute the model again"
     )
 
 
 def refuse_changes(layer: str, modules: Mapping[str, nn.Module], call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the call of a layer that one device computes for all, so that a change of Python state raises an error.
-
-    Args:
-        layer: the layer's name, for the message.
-        modules: path -> module, for all modules that the call runs.
-    """
+    """Wrap the call of a layer that one device computes for all: a change of Python state in its modules raises an error."""
     state = State(modules)
 
     def checked(*args: Any, **kwargs: Any) -> Any:
