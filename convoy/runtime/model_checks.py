@@ -93,13 +93,6 @@ class ModelChecks:
                 )
 
 
-def carry_over(new: nn.Parameter, old: Tensor) -> None:
-    """Give `new` the hooks of `old`. Both share the hook tables, so removing a hook works for both."""
-    for kind in ON_PARAMETERS:
-        if hooks := getattr(old, kind, None):
-            setattr(new, kind, hooks)
-
-
 def hook_tables(model: nn.Module, traced: TracedModel, devices: int) -> HookTables:
     """Return the tables whose hooks would not run, or would see a shard."""
     called = [

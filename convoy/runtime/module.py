@@ -18,8 +18,9 @@ from convoy.comm.control_messages import agree_on
 from convoy.comm.group import Group
 from convoy.errors import ConvoyError, InputError
 from convoy.layout.layout import Layout, Replicated, Shape
-from convoy.model.operation import fill_result, with_trained
-from convoy.model.tracing import StateWatch, TracedModel, disable_in_place, trace, unwrapped
+from convoy.model.nested import Arguments, Example, tensors_of
+from convoy.model.operation import TracedModel, fill, with_trained
+from convoy.model.tracing import StateWatch, disable_in_place, trace, unwrapped
 from convoy.model.tracing.copies import copied
 from convoy.plan.plan import Plan
 from convoy.plan.steps import StepList, Value
@@ -50,7 +51,7 @@ class Distributed(nn.Module):
     Args:
         model: an ordinary module with device 0's weights. On other devices it may be on the meta device. If it is so on
             device 0 too, call `load_state_dict` before the first step.
-        example: one batch of each input, for the shapes.
+        example: as for `trace`.
         slowdown: emulate a device that is slower by this factor.
         cuda_graphs: on CUDA devices, replay layers as CUDA graphs (see `convoy.runtime.cuda_graphs`).
         takes_over: use the model's own modules, and its own parameters if every device has them whole. Shards replace the
@@ -59,7 +60,7 @@ class Distributed(nn.Module):
     Attributes:
         reshards: number of reshards.
         layouts: layout of each parameter and buffer, by its key in `state_dict`.
-        takes_whole: treat inputs as global batches, even without `whole=True`.
+        takes_whole: treat inputs as global batches, even without `whole=True`, except while a `convoy.loader` gives batches.
         finished_steps, repeats: counted by `convoy.train.Members`; if `repeats` changes, a loader repeats the batches since
             the last finished step.
         guard: called with a loader to begin its epoch together with the other devices; None: use `loader.begin`.
@@ -76,7 +77,7 @@ class Distributed(nn.Module):
         model: nn.Module,
         plan: Plan,
         group: Group,
-        example: Tensor | Sequence[Tensor],
+        example: Example,
         *,
         slowdown: float = 1.0,
         cuda_graphs: bool = False,
@@ -87,7 +88,7 @@ class Distributed(nn.Module):
         shards.check_not_distributed(model)
         trained = trace(model, example, training=True)
         self.traced = {True: trained, False: trace(model, example, training=False, like=trained)}
-        self._samples = len(example if isinstance(example, Tensor) else example[0])
+        self._samples = len(tensors_of(example)[0])
         model_checks.check_same_start(group, trained, plan)
         plan.check(trained.graph, group.devices)
         self.group, self.clock = group, Clock(group.torch_device, slowdown)
@@ -117,14 +118,15 @@ class Distributed(nn.Module):
 
     # --- one call: a step --------------------------------------------------------------------------------------------
 
-    def forward(self, *inputs: Tensor, batch: int | None = None, whole: bool = False, **others: Any) -> Any:
+    def forward(self, *inputs: Any, batch: int | None = None, whole: bool = False, **others: Any) -> Any:
         """Return the outputs of the global batch, on every device; or an `OutputPart` for each output that stays local.
 
         The output of another distributed model is a global batch: `discriminator(generator(z))`. An input that requires a
         gradient gets the gradient it has on one device: of the local batch, or of the global batch if that was given.
 
         Args:
-            inputs: the local batch of each input, in the layout of `input_layouts`; it may have zero samples.
+            inputs, others: arguments like those of the example, with tensors of the local batch, in the layouts of
+                `input_layouts`; it may have zero samples.
             batch: samples in the global batch; needed only if the loader is not Convoy's.
             whole: every device gives the same global batch; each takes its local batch from it.
 
@@ -137,7 +139,7 @@ class Distributed(nn.Module):
             return torch.compiler.disable(self._step)(inputs, batch, whole, others)  # type: ignore[no-untyped-call]
         return self._step(inputs, batch, whole, others)
 
-    def _step(self, inputs: tuple[Tensor, ...], batch: int | None, whole: bool, others: dict[str, Any]) -> Any:
+    def _step(self, inputs: tuple[Any, ...], batch: int | None, whole: bool, others: dict[str, Any]) -> Any:
         if self.stale:
             raise StaleBatchError("the devices have changed since this batch was loaded: the loader returns it again")
         if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
@@ -145,7 +147,9 @@ class Distributed(nn.Module):
                 "DistributedDataParallel around a distributed model, which sums gradients itself: remove that wrapper"
             )
         self.weights.check_loaded()
-        given = read_inputs(inputs, others, batch, whole or (self.takes_whole and batch is None), self._announced)
+        tensors = self.traced[self.training].call.tensors(self.module, inputs, others)
+        whole = whole or (self.takes_whole and batch is None and not self._announced)
+        given = read_inputs(tensors, batch, whole, self._announced)
         signature = self._checks.signature(sample_shapes(given, self.traced[True].graph, self.group))
         variant = self._variant(signature)
         traced, program = variant.executor.traced, variant.program(given.batch, given.wanted, self._accumulation.kind())
@@ -154,7 +158,7 @@ class Distributed(nn.Module):
         self._checks.check(variant.tables, self._in_use.whole)
         variant.state.check()
         outputs = self._compute(variant, given, program, parts, compares)
-        return fill_result(traced, returned_outputs(outputs, program.steps, traced.graph, self.group))
+        return fill(traced.result, returned_outputs(outputs, program.steps, traced.graph, self.group))
 
     def _compute(
         self, variant: Variant, given: StepInputs, program: Program, parts: list[Tensor], compares: bool
@@ -279,7 +283,8 @@ class Distributed(nn.Module):
         """Trace the model as it is now, for inputs of other shapes or modules in other modes. Every device must call it."""
         like, kind = self.traced[self.training], self.group.torch_device.type
         rows = zip(shapes, like.graph.inputs, strict=True)
-        example = [torch.zeros((self._samples, *shape), dtype=getattr(torch, x.dtype)) for shape, x in rows]
+        tensors = [torch.zeros((self._samples, *shape), dtype=getattr(torch, x.dtype)) for shape, x in rows]
+        example = Arguments(*fill(like.call.arguments, tensors))
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(kind, enabled=False):
             for values in (False, True):  # weights are gathered only for layers that must be tried
                 model = self.weights.whole_copy(self.calls, values=values)

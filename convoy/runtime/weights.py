@@ -19,7 +19,7 @@ from convoy.errors import InputError
 from convoy.layout.layout import Layout, OnOne, Replicated, Shape, Split, box, everywhere, holders, local_shape
 from convoy.model.graph import Graph, Parameter
 from convoy.model.tracing import TracedModel
-from convoy.model.tracing.copies import copied
+from convoy.model.tracing.copies import carry_over, copied
 from convoy.model.tracing.layer_builder import canonical_keys
 from convoy.plan.device_program import FreeWeights, PackWeights, UnpackWeights
 from convoy.plan.placing import borrowed, parameter_layouts, pin
@@ -27,7 +27,6 @@ from convoy.plan.plan import Plan
 from convoy.runtime import shards
 from convoy.runtime.exchange import Buffers, Slots, redistribute
 from convoy.runtime.gradients import Worker, by_device
-from convoy.runtime.model_checks import carry_over
 
 # --- layouts -----------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from tests.loops import changing, methods, structure
 from tests.support.loops import both
 
 TO_COME = {
-    *("dicts_and_keyword_arguments", "whole_batch_as_a_dict", "data_classes", "named_tuples", "images_without_labels"),
     *("two_backwards", "projected_gradients", "video_with_focal_loss"),
 }
 LOOPS = [

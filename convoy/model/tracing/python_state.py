@@ -324,10 +324,8 @@ class _TorchDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def random_kept(*, of_torch: bool = True) -> Iterator[Callable[[], bool]]:
-    """Restore the random states of torch (CPU), Python and NumPy at the end. Yield a function: whether they were used.
-
-    `of_torch`: torch's counts too.
-    """
+    """Restore the random states of torch (CPU), Python and NumPy at the end. Yield a function that returns whether they
+    were used (torch's: only if `of_torch`)."""
     own, numpy_own, torch_own = random.getstate(), np.random.get_state(), torch.get_rng_state()
     draws = _TorchDraws()
 
