@@ -68,7 +68,7 @@ def train(
 
         load_images(settings)
     host = "127.0.0.1" if settings.listens_at is None else settings.listens_at[0]
-    options = JobOptions(port=settings.port, goes_on=settings.recovers, silence_s=settings.timeout_s)
+    options = JobOptions(port=settings.port, goes_on=settings.recovers)
     raise typer.Exit(launch_local(sys.argv[1:], devices, options=options, host=host))
 
 

@@ -22,23 +22,16 @@ from convoy.comm.environment import ProcessEnv, is_own_machine
 from convoy.errors import InputError
 from convoy.files import cache_folder
 
-KEY_FILE = "CONVOY_JOB_KEY"
-"""Environment variable: file with the job's key."""
+KEY_FILE = "CONVOY_JOB_KEY"  # environment variable: file with the job's key
+KEY_PIPE = (
+    "CONVOY_JOB_KEY_PIPE"  # environment variable: file descriptor of the pipe with the key, which can be read once
+)
+TRUST = "CONVOY_TRUST_NETWORK"  # environment variable: if 1, connections are neither authenticated nor encrypted
+MAX_BYTES = 16_384  # largest key file. Pipes can buffer this much on every system
 
-KEY_PIPE = "CONVOY_JOB_KEY_PIPE"
-"""Environment variable: file descriptor of the pipe with the key, which can be read once."""
+_received: "JobKey | None" = None  # the key from the pipe, which can be read only once
 
-TRUST = "CONVOY_TRUST_NETWORK"
-"""Environment variable: if 1, connections are neither authenticated nor encrypted."""
-
-MAX_BYTES = 16_384
-"""Largest key file. Pipes can buffer this much on every system."""
-
-_received: "JobKey | None" = None
-"""The key from the pipe, which can be read only once."""
-
-_used: "JobKey | None" = None
-"""The key of the previous rendezvous."""
+_used: "JobKey | None" = None  # the key of the previous rendezvous
 
 
 @dataclass(frozen=True, repr=False)

@@ -28,7 +28,6 @@ from convoy.launch.supervisor import LEAVE_S, TERMINATE_S, Interrupts, Signalled
 from convoy.plan.presets import AUTO, PLANS
 
 ANSWER_S = 60.0  # limit for a host's answer; ssh usually gives up earlier
-
 _TRANSFER_S = 5.0  # seconds for the last messages of a host, after its devices have ended
 
 
@@ -65,7 +64,7 @@ def train_on_fleet(run: RunSettings, fleet: Fleet) -> int:
             argv += [f"--{key}", ",".join(map(repr, value)) if isinstance(value, tuple) else str(value)]
     if planned and settings.fleet is not None:
         files.append(settings.fleet)
-    options = JobOptions(port=settings.port, goes_on=settings.recovers, silence_s=settings.timeout_s)
+    options = JobOptions(port=settings.port, goes_on=settings.recovers)
     return _start(fleet, argv, options, files)
 
 
