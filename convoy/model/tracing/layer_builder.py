@@ -13,19 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from convoy.errors import InputError
 from convoy.model.graph import Graph, Layer, Parameter
+from convoy.model.nested import tensors_of
 from convoy.model.operation import Form, Operation, Ref, Region, TracedModel
 from convoy.model.split_rules import Call, Known
 from convoy.model.tracing.copies import shared_copy
 from convoy.model.tracing.effects import IN_PLACE, batch_norm_of, called, draws_random
-from convoy.model.tracing.node_values import (
-    BATCHES,
-    NodeValues,
-    Spec,
-    Untraceable,
-    is_batched,
-    is_form,
-    mentions_batch,
-)
+from convoy.model.tracing.node_values import BATCHES, NodeValues, Spec, Untraceable, is_batched, is_form, mentions_batch
 from convoy.model.tracing.python_state import is_of_user, subtree
 from convoy.model.tracing.supported_layers import known
 from convoy.model.tracing.tracer import Nodes
@@ -37,7 +30,6 @@ from convoy.model.tracing.trials import (
     is_floating,
     observe,
     per_sample,
-    tensors_of,
 )
 
 
