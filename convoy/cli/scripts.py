@@ -24,6 +24,7 @@ def run(
     arguments: Annotated[list[str] | None, argument("SCRIPT.PY [ARGS]...", "A script and its own arguments.")] = None,
     module: Annotated[str | None, option("NAME", "Run a module, as python -m does.", "--module", "-m")] = None,
     logs: Annotated[Path | None, option("PATH", "Folder for the output of devices 1, 2, ...")] = None,
+    check: Annotated[bool, flag("Only list what prepare refuses or leaves on one device.", "--check")] = False,
     goes_on: Annotated[bool, flag("Continue if a device is lost; needs convoy.train.Members.", "--goes-on")] = False,
     join: Annotated[str | None, option("HOST:PORT", "Join the job of the same script, started with --listen.")] = None,
     pair: Annotated[str | None, option("HOST:PORT", "First get the key from convoy fleet key --to there.")] = None,
@@ -34,7 +35,8 @@ def run(
     The script calls convoy.prepare, or join, make_plan, distribute and loader. Everything else in it runs in every process.
     Write its options after its name. Device 0 has the terminal; the output of the others is shown if it explains a failure.
     Ctrl-C ends all of them. RANK and similar variables are removed from the script's environment, so that it does not
-    distribute the work itself. Under torchrun, srun or mpirun the script runs in this process.
+    distribute the work itself. Under torchrun, srun or mpirun the script runs in this process. With --check it runs on one
+    device up to its first prepare; the exit status is 1 if something is refused.
 
     Example: convoy run --devices 4 examples/one_line.py
     """
@@ -51,8 +53,8 @@ def run(
         raise InputError("--listen and --join: give one of them, and --join with one device of this machine")
     if listen or join:
         _open_to_joining(listen, join, one_of_job)
-    if one_of_job:
-        _become(argv, hidden(os.environ))
+    if one_of_job or check:
+        _become(argv, hidden(os.environ) | ({"CONVOY_CHECK": "1"} if check else {}))
     from convoy.launch.host_job import JobOptions
 
     options = JobOptions(port=settings.port, logs=logs, goes_on=goes_on or listen is not None)
