@@ -24,7 +24,9 @@ def run(
     arguments: Annotated[list[str] | None, argument("SCRIPT.PY [ARGS]...", "A script and its own arguments.")] = None,
     module: Annotated[str | None, option("NAME", "Run a module, as python -m does.", "--module", "-m")] = None,
     logs: Annotated[Path | None, option("PATH", "Folder for the output of devices 1, 2, ...")] = None,
-    check: Annotated[bool, flag("Only list what prepare refuses or leaves on one device.", "--check")] = False,
+    check: Annotated[
+        bool, flag("List what the first prepare refuses or leaves on one device, and end.", "--check")
+    ] = False,
     goes_on: Annotated[bool, flag("Continue if a device is lost; needs convoy.train.Members.", "--goes-on")] = False,
     join: Annotated[str | None, option("HOST:PORT", "Join the job of the same script, started with --listen.")] = None,
     pair: Annotated[str | None, option("HOST:PORT", "First get the key from convoy fleet key --to there.")] = None,
@@ -35,8 +37,7 @@ def run(
     The script calls convoy.prepare, or join, make_plan, distribute and loader. Everything else in it runs in every process.
     Write its options after its name. Device 0 has the terminal; the output of the others is shown if it explains a failure.
     Ctrl-C ends all of them. RANK and similar variables are removed from the script's environment, so that it does not
-    distribute the work itself. Under torchrun, srun or mpirun the script runs in this process. With --check it runs on one
-    device up to its first prepare; the exit status is 1 if something is refused.
+    distribute the work itself. Under torchrun, srun or mpirun the script runs in this process.
 
     Example: convoy run --devices 4 examples/one_line.py
     """
@@ -85,7 +86,6 @@ def _open_to_joining(listen: str | None, join: str | None, one_of_job: bool) -> 
 
 
 def _run_here(argv: Sequence[str], settings: Settings, options: Any, *, joins: bool) -> int:
-    """Run the script on devices of this machine. Return the exit status, if there are several."""
     from convoy.launch.host_job import memory_environment
     from convoy.launch.local import launch_local
 
