@@ -24,9 +24,7 @@ def run(
     arguments: Annotated[list[str] | None, argument("SCRIPT.PY [ARGS]...", "A script and its own arguments.")] = None,
     module: Annotated[str | None, option("NAME", "Run a module, as python -m does.", "--module", "-m")] = None,
     logs: Annotated[Path | None, option("PATH", "Folder for the output of devices 1, 2, ...")] = None,
-    check: Annotated[
-        bool, flag("List what the first prepare refuses or leaves on one device, and end.", "--check")
-    ] = False,
+    check: Annotated[bool, flag("Only list what prepare refuses or leaves on one device.", "--check")] = False,
     goes_on: Annotated[bool, flag("Continue if a device is lost; needs convoy.train.Members.", "--goes-on")] = False,
     join: Annotated[str | None, option("HOST:PORT", "Join the job of the same script, started with --listen.")] = None,
     pair: Annotated[str | None, option("HOST:PORT", "First get the key from convoy fleet key --to there.")] = None,
