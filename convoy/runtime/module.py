@@ -18,7 +18,7 @@ from convoy.comm.control_messages import agree_on
 from convoy.comm.group import Group
 from convoy.errors import ConvoyError, InputError
 from convoy.layout.layout import Layout, Replicated, Shape
-from convoy.model.nested import Arguments, Example, tensors_of
+from convoy.model.nested import Arguments, CallForm, Example, tensors_of
 from convoy.model.operation import TracedModel, fill, with_trained
 from convoy.model.tracing import StateWatch, disable_in_place, trace, unwrapped
 from convoy.model.tracing.copies import copied
@@ -147,10 +147,10 @@ class Distributed(nn.Module):
                 "DistributedDataParallel around a distributed model, which sums gradients itself: remove that wrapper"
             )
         self.weights.check_loaded()
-        tensors = self.traced[self.training].call.tensors(self.module, inputs, others)
+        call, tensors = self.traced[True].call.read(self.module, inputs, others)
         whole = whole or (self.takes_whole and batch is None and not self._announced)
         given = read_inputs(tensors, batch, whole, self._announced)
-        signature = self._checks.signature(sample_shapes(given, self.traced[True].graph, self.group))
+        signature = self._checks.signature(call, sample_shapes(given, call, self.traced[True], self.group))
         variant = self._variant(signature)
         traced, program = variant.executor.traced, variant.program(given.batch, given.wanted, self._accumulation.kind())
         parts = local_inputs(given, program.steps, traced.graph, self.group)
@@ -239,13 +239,11 @@ class Distributed(nn.Module):
     def _bind(self) -> None:
         self._make_ready()
         self._checks = model_checks.ModelChecks(self.module)
-        shapes = tuple(layer.shape for layer in self.traced[True].graph.inputs)
-        self._first = {mode: (shapes, tuple(traced.modes.values())) for mode, traced in self.traced.items()}
+        key = self.traced[True].call, tuple(layer.shape for layer in self.traced[True].graph.inputs)
+        self._first = {mode: (*key, tuple(traced.modes.values())) for mode, traced in self.traced.items()}
         made = reversed(self.traced.items())  # a model without modes has one trace
-        self._first_traces = {
-            self._first[mode]: (traced, StateWatch(self.module, traced.seen)) for mode, traced in made
-        }
-        self._traces: dict[Any, tuple[TracedModel, StateWatch]] = {}  # by shapes and modes, in order of first use
+        self._first_traces = {self._first[mode]: (t, StateWatch(self.module, t.seen)) for mode, t in made}
+        self._traces: dict[Any, tuple[TracedModel, StateWatch]] = {}  # by call, shapes and modes, in order of first use
         self.mark_shards()
 
     def first_variant(self) -> Variant:
@@ -261,12 +259,12 @@ class Distributed(nn.Module):
         return variant
 
     def _made(self, signature: model_checks.Signature) -> Variant:
-        shapes, modes, required = signature
-        if (found := self._first_traces.get((shapes, modes)) or self._traces.get((shapes, modes))) is None:
+        call, shapes, _, required = signature
+        if (found := self._first_traces.get(signature[:3]) or self._traces.get(signature[:3])) is None:
             start_s = time.perf_counter()
-            traced = self._traced_like(shapes)
+            traced = self._traced_like(call, shapes)
             agree_on(self.group, "new trace", f"{signature} {traced.graph.fingerprint}", model_checks.DIFFERS)
-            found = self._traces[shapes, modes] = traced, StateWatch(self.module, traced.seen)
+            found = self._traces[signature[:3]] = traced, StateWatch(self.module, traced.seen)
             if len(self._traces) > MOST_VARIANTS:
                 del self._traces[next(iter(self._traces))]
             if self.group.device == 0 and (took_s := time.perf_counter() - start_s) > 1:
@@ -279,12 +277,11 @@ class Distributed(nn.Module):
         tables = model_checks.hook_tables(self.module, traced, self.group.devices)
         return Variant(executor, in_use, tables, state, trained, self._state_devices)
 
-    def _traced_like(self, shapes: tuple[Shape, ...]) -> TracedModel:
-        """Trace the model as it is now, for inputs of other shapes or modules in other modes. Every device must call it."""
+    def _traced_like(self, call: CallForm, shapes: tuple[Shape, ...]) -> TracedModel:
+        """Trace the model as it is now, for another call, other shapes or modules in other modes. Every device calls it."""
         like, kind = self.traced[self.training], self.group.torch_device.type
-        rows = zip(shapes, like.graph.inputs, strict=True)
-        tensors = [torch.zeros((self._samples, *shape), dtype=getattr(torch, x.dtype)) for shape, x in rows]
-        example = Arguments(*fill(like.call.arguments, tensors))
+        tensors = [torch.zeros((self._samples, *s), dtype=t) for s, t in zip(shapes, call.dtypes, strict=True)]
+        example = Arguments(*fill(call.arguments, tensors))
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(kind, enabled=False):
             for values in (False, True):  # weights are gathered only for layers that must be tried
                 model = self.weights.whole_copy(self.calls, values=values)

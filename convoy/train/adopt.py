@@ -365,4 +365,4 @@ def example_of(batch: Any, model: nn.Module, call: Callable[[Any, Any], object] 
             f"{len(tensors)} tensors: say how the loop calls the model, e.g. prepare(..., call=lambda model, batch: "
             'model(batch["image"]))'
         )
-    return tuple(tensors)
+    return dict(zip(names, tensors, strict=True)) if names else tuple(tensors)

@@ -101,19 +101,54 @@ def test_all_ways_to_write_the_same_call_are_one() -> None:
     assert torch.equal(prepared(None)(x, None), x)
 
 
+class Optional(nn.Module):
+    """A model whose arguments choose what it computes, and with which parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.other = net(), net()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, other: bool = False) -> Any:
+        y = self.inner(x if mask is None else x * mask)
+        return (y, self.other(x)) if other else y
+
+
+@pytest.mark.parametrize("plan", ["data-by-speed", "hybrid"])
+def test_calls_may_change_from_step_to_step(plan: str) -> None:
+    def losses(make: Callable[[nn.Module, Any, Any], Any]) -> list[float]:
+        model: Any = Optional()
+        model, optimizer, loader = make(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(images(), 5))
+        found = []
+        for step, (x, y) in enumerate(loader):
+            if step % 3 == 0:
+                outputs = [model(x)]
+            elif step % 3 == 1:
+                outputs = [*model(x, x > 0, other=True)]
+            else:
+                outputs = [model(x, mask=x.cos())]
+            loss = sum(F.cross_entropy(out, y) for out in outputs)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    expected = losses(lambda *given: given)
+    for found in run_on_threads(
+        3, lambda group: losses(lambda *given: convoy.prepare(*given, plan=plan, speeds=SPEEDS, group=group))
+    ):
+        assert found == pytest.approx(expected, abs=1e-10)
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (
-            lambda model, x: model(x, scale=2.0),
-            r"was called with \(tensor, scale=2.0\), and its example was \(tensor\)",
-        ),
-        (lambda model, x: model(x, x), r"was called with \(tensor, tensor\)"),
         (lambda model, x: model(x, scale=x.numpy()), "a ndarray: give it tensors, numbers"),
         (lambda model, x: model(x, size=2), "forward does not take: got an unexpected keyword argument 'size'"),
+        (lambda model, x: model(x, torch.ones(6)), r"mask of \(6,\): give batches of 5 samples"),
     ],
 )
-def test_another_call_than_the_example_is_refused(call: Callable[[Any, Tensor], Any], says: str) -> None:
+def test_a_call_that_cannot_be_split_is_refused(call: Callable[[Any, Tensor], Any], says: str) -> None:
     model = prepared(None)
     with pytest.raises(InputError, match=says):
         call(model, images().tensors[0][:5])

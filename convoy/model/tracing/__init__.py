@@ -344,7 +344,8 @@ class _Capture:
         return InputError(
             f"{name} does not run on the example. Called with {BATCHES[0]} and {BATCHES[1]} random samples of shape "
             f"{samples}{hooks}: {first_line(errors[0])}. Called with the {shapes[0][0]} samples of the example{hooks}: "
-            f"{first_line(errors[-1])}. Give one batch of each of its inputs, as its forward takes them; of one sample, x[None]"
+            f"{first_line(errors[-1])}. Give one batch of each of its inputs, as its forward takes them (prepare: by "
+            "call=); of one sample, x[None]"
             + ("; forward cannot read what a hook has recorded: return it, or keep it in a variable" if hooks else "")
         )
 
