@@ -91,8 +91,8 @@ def sample_shapes(inputs: StepInputs, call: CallForm, traced: TracedModel, group
     if any(x.dim() != wanted or (whole and len(x) != inputs.batch) for x, whole, wanted in rows):
         got = ", ".join(f"{name} of {tuple(x.shape)}" for name, x in zip(call.names, inputs.tensors, strict=True))
         raise InputError(
-            f"device {group.ids[group.device]} got {got}: give batches of {inputs.batch} samples with {axes} axes, a single "
-            "sample as x[None], and keep tensors without a batch axis in buffers of the model"
+            f"device {group.ids[group.device]} got {got}: the tensors need {axes} axes, the first of them the "
+            f"{inputs.batch} samples of the batch. Give a single sample as x[None]; keep tensors without that axis in buffers"
         )
     return tuple([tuple(x.shape[1:]) for x in inputs.tensors])
 
