@@ -227,7 +227,7 @@ class Distributed(nn.Module):
             executor.expected_s = expected[mode]
         self._checks.use_devices(self.traced, self.group.devices)
         for parameter in self.parameters():
-            shards.mark_unsummed(parameter, False)
+            setattr(parameter, shards.UNSUMMED, False)
 
     def _set_plan(self, plan: Plan) -> None:
         trained, evaluated = self.traced[True].graph, self.traced[False].graph

@@ -16,7 +16,7 @@ from convoy.errors import InputError
 
 SHARD, ORIGINAL, UNSUMMED = "_convoy_shard", "_convoy_original", "_convoy_unsummed"
 """Names of the marks: a distributed model's local shard or copy; a parameter of the model before it was distributed; a
-gradient not yet summed over the devices."""
+`.grad` that is not yet summed over the devices, but only over this device's micro-batches."""
 
 SCALED = "_convoy_scaled"
 """Mark of a shard whose gradient was computed in fp16, so that `convoy.train.GradScaler` must unscale it."""
@@ -26,11 +26,6 @@ _reading: ContextVar[bool] = ContextVar("reading", default=False)
 
 def is_shard(parameter: object) -> bool:
     return getattr(parameter, SHARD, False)
-
-
-def mark_unsummed(parameter: nn.Parameter, unsummed: bool) -> None:
-    """Mark whether `.grad` is the sum of this device's micro-batches only, not yet summed over the devices."""
-    setattr(parameter, UNSUMMED, unsummed)
 
 
 def is_unsummed(parameter: object) -> bool:
@@ -266,9 +261,9 @@ class OwnGradients:
         self.end()
         if self._arrived > added:
             raise InputError(
-                f"torch.autograd.grad of {self._arrived - added} parameters that not every device has whole: norms and dot "
-                "products of their gradients would be those of local shards. Use a plan that copies parameters ('data', "
-                "'data-by-speed'), or backward() and .grad"
+                f"torch.autograd.grad of {self._arrived - added} parameters that not every device has whole, or whose "
+                "gradients are not yet summed (no_sync): norms and dot products would be local. Use a plan that copies them "
+                "('data', 'data-by-speed'), or backward() and .grad"
             )
         if self._others and not self.several:
             raise InputError(

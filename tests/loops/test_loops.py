@@ -10,7 +10,7 @@ from tests.support.loops import both
 TO_COME = {
     *(each.__name__ for each in changing.LOOPS),
     *("dicts_and_keyword_arguments", "whole_batch_as_a_dict", "data_classes", "named_tuples", "images_without_labels"),
-    *("two_backwards", "projected_gradients", "video_with_focal_loss", "multi_crop", "paired_images", "cycles"),
+    *("video_with_focal_loss", "multi_crop", "paired_images", "cycles"),
 }
 LOOPS = [
     pytest.param(loop, id=loop.__name__, marks=pytest.mark.xfail if loop.__name__ in TO_COME else ())

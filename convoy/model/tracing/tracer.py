@@ -220,6 +220,7 @@ class _Tracer(fx.Tracer):
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, *args, **kwargs)
         # A trace has no `with` blocks, so record torch.no_grad() here, except for parameters: all their uses share a node.
+        node.meta["recomputed"] = _is_checkpointed()
         node.meta["no_grad"] = not torch.is_grad_enabled() and kind != "get_attr"
         stack = node.meta.get("nn_module_stack")
         node.meta["where"] = next(reversed(stack.values()))[0] if stack else ""
@@ -231,14 +232,12 @@ class _Tracer(fx.Tracer):
         return node
 
     def _refuse_surroundings(self, frame: Any) -> None:
-        """Refuse contexts that a trace would lose: autocast, checkpointing, saved-tensor hooks, autograd.Function."""
+        """Refuse contexts that a trace would lose: autocast, saved-tensor hooks, autograd.Function."""
         if _autocasts() > self._autocasts:
             raise Untraceable("its forward switches autocast on or off")
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            raise Untraceable("its forward is checkpointed, or has hooks on what autograd keeps")
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None and not _is_checkpointed():
+            raise Untraceable("its forward has hooks on what autograd keeps")
         while frame is not None and frame.f_code not in _BOUNDARIES:
-            if frame.f_code.co_filename == checkpoint.__file__:
-                raise Untraceable("its forward is checkpointed")
             if frame.f_code is _APPLY:
                 raise Untraceable("its forward calls an autograd.Function, which has its own backward")
             frame = frame.f_back
@@ -259,6 +258,12 @@ class _Tracer(fx.Tracer):
 
 _APPLY = inspect.unwrap(torch.autograd.Function.apply.__func__).__code__  # type: ignore[attr-defined]
 _BOUNDARIES = (_Tracer.call_module.__code__, nodes_of.__code__)
+
+
+def _is_checkpointed() -> bool:
+    """Return whether torch.utils.checkpoint (use_reentrant=False) computes calls made here again in backward."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__
 
 
 def _autocasts() -> int:
