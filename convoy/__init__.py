@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from convoy._version import __version__
 
-_MODULES = ("api", "checkpoint", "data", "errors", "train")
-
 _HOMES = {
     "convoy.api": ("prepare", "is_first", "print", "wait_for_everyone", "make_plan", "distribute", "loader"),
     "convoy.launch.local": ("notebook",),
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name == "device":  # not kept: it is known better after `join`
         return import_module("convoy.api").own_device()
-    if name in _MODULES:
+    if name in ("api", "checkpoint", "data", "errors", "train"):
         return import_module(f"convoy.{name}")
     for home, names in _HOMES.items():
         if name in names:

@@ -3,7 +3,7 @@
 import builtins
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, Unpack
 
 import torch
@@ -17,6 +17,7 @@ from convoy.comm.group import Group, group_of_process
 from convoy.elastic.entrance import join
 from convoy.machine.accelerator import pick_device
 from convoy.measure.planning import Plans, make_plans
+from convoy.model.nested import Example
 from convoy.model.tracing import unwrapped
 from convoy.plan.placing import placements
 from convoy.plan.plan import Plan
@@ -51,7 +52,7 @@ def prepare(
     *more: DataLoader[Any],
     plan: str | Plan = AUTO,
     batch_size: int | None = None,
-    parts: bool = False,
+    call: Callable[[Any, Any], object] | None = None,
     group: Group | None = None,
     cuda_graphs: bool = False,
     **options: Unpack[PlanOptions],
@@ -66,11 +67,12 @@ def prepare(
             references to parameters raise when they are used.
         optimizer: made from `model.parameters()`. It stays the same object, with its groups, settings and state, and works on
             this device's shards; schedules that hold it continue. None: make it later.
-        loader: an ordinary DataLoader of global batches; or a data set, with `batch_size`.
+        loader: an ordinary DataLoader of global batches; or a data set, with `batch_size`. Batches may be tensors, tuples,
+            lists, dicts, dataclasses and named tuples, also nested. Every device loads the global batch as a plain DataLoader
+            does: same order, same random numbers. If loading is slow, use `convoy.loader(dataset, batch_size, model)` instead.
         more: DataLoaders for tests; they are prepared alike.
-        parts: each device loads only its own samples, for loops that do nothing with inputs but give them to the model. Order
-            and random numbers are those of `convoy.loader`, with torch's seed. Else every device loads the global batch as a
-            plain DataLoader does: same order, same random numbers.
+        call: how the loop calls the model, e.g. `lambda model, batch: model(batch["image"], mask=batch["mask"])`. None: with
+            the first tensors of a batch, as many as forward requires; or with the entries of a dict that have their names.
         plan: a name, a plan as from a file, or "auto": the devices are measured, and the planner chooses.
         group: the devices, from `convoy.join`; None: joined here, once per process, and left at its end.
         cuda_graphs: as for `distribute`.
@@ -86,7 +88,7 @@ def prepare(
     source = adopt.in_batches(loader, batch_size)
     if group is None:
         group = _group = _group if _group is not None and _group.failure is None else join()
-    example = adopt.first_samples(source)
+    example = adopt.example_of(adopt.first_batch(source), unwrapped(model), call)
     state = "adam"
     if optimizer is None or isinstance(optimizer, torch.optim.SGD):
         state = "sgd-momentum" if optimizer is None or optimizer.defaults.get("momentum", 0) else "sgd"
@@ -96,11 +98,10 @@ def prepare(
     part = Distributed(model, made, group, example, slowdown=slowdown, cuda_graphs=cuda_graphs, takes_over=True)
     compute_in(part, precision)
     _print_unsplit(part)
-    part.takes_whole = not parts
+    part.takes_whole = True
     if optimizer is not None:
         adopt.rebind(optimizer, names, before, part)
-    adopted = adopt.local_loader if parts else adopt.AdoptedLoader
-    return (part, optimizer, *(adopted(each, part) for each in (source, *more)))
+    return (part, optimizer, *(adopt.AdoptedLoader(each, part) for each in (source, *more)))
 
 
 def _print_unsplit(part: Distributed) -> None:
@@ -139,18 +140,14 @@ def print(*values: object, **options: Any) -> None:
 
 
 def make_plan(
-    name: str,
-    model: nn.Module,
-    example: Tensor | Sequence[Tensor],
-    batch: int,
-    group: Group,
-    **options: Unpack[PlanOptions],
+    name: str, model: nn.Module, example: Example, batch: int, group: Group, **options: Unpack[PlanOptions]
 ) -> Plan:
     """Return a plan by name for this model on these devices. Every device must call it.
 
     Args:
         name: "data", "data-by-speed", "sharded", "master", "model", "hybrid"; or "auto": the planner chooses per layer.
-        example, batch: one batch of each input, for shape and dtype; samples in the global batch.
+        example: a batch; or a tuple or dict of forward's arguments, also nested. Of tensors, only shape and dtype matter.
+        batch: samples in the global batch.
         options: see `PlanOptions`: speeds, reduce, wire, outputs, fleet, budget_s, precision, slowdown, ...
     """
     return make_plans(model, example, batch, group, name, **options)[0]
@@ -160,7 +157,7 @@ def distribute(
     model: nn.Module,
     plan: Plan,
     group: Group,
-    example: Tensor | Sequence[Tensor],
+    example: Example,
     *,
     slowdown: float = 1.0,
     precision: str = "float32",

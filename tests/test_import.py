@@ -11,7 +11,7 @@ import pytest
 import convoy
 from tests.support.processes import ROOT
 
-HEAVY = ("torch", "numpy", "rich", "typer", "pydantic", "tomlkit", "psutil", "sklearn", "scipy")
+HEAVY = ("torch", "numpy", "rich", "typer", "pydantic", "tomlkit", "psutil", "sklearn", "scipy", "ray")
 
 LIGHT = f"""
 import sys

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from convoy._version import __version__
 from convoy.comm.control_messages import agree_on_modes, from_first, gather
@@ -28,7 +28,7 @@ from convoy.measure.job_plans import Plans
 from convoy.measure.layer_timer import measure_speeds
 from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.measure.timing import Progress
-from convoy.model.tracing import TracedModel, trace
+from convoy.model.tracing import Example, TracedModel, trace
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, Speeds, named_plan
@@ -69,7 +69,7 @@ class PlansOptions(PlanOptions, total=False):
 
 def make_plans(
     model: nn.Module,
-    example: Tensor | Sequence[Tensor],
+    example: Example,
     batch: int,
     group: Group,
     plan: str | Plan = AUTO,

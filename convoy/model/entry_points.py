@@ -90,11 +90,7 @@ def import_package(name: str, extra: str, purpose: str) -> Any:
 
 
 def call(text: str, function: Callable[..., Any], **arguments: Any) -> Any:
-    """Call the function, and convert its exceptions to an InputError.
-
-    Raises:
-        InputError: the function raised an exception; the message gives the file and line.
-    """
+    """Call the function, and convert its exceptions to an InputError with the file and line."""
     try:
         return function(**arguments)
     except InputError:

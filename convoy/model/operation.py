@@ -114,6 +114,7 @@ class TracedModel:
         seen: paths of the modules that the trace enters. Their Python code runs only once, during tracing.
         whole: paths of the modules that stay one layer, except torch's own; "" is the model itself.
         modes: path -> whether in training mode, for modules that behave differently in training and evaluation.
+        call: the `CallForm` of its arguments.
     """
 
     graph: Graph
@@ -122,6 +123,7 @@ class TracedModel:
     seen: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
     modes: Mapping[str, bool] = field(default_factory=dict)
+    call: Any = None
 
 
 def call_operation(model: nn.Module, operation: Operation, inputs: Sequence[Any], batch: int) -> Any:
@@ -243,9 +245,9 @@ class _PlaceholderValues:
         return arg
 
 
-def fill_result(traced: TracedModel, outputs: Sequence[Tensor]) -> Any:
-    """Return the model's result with these outputs, in new objects that the caller may change."""
-    return _PlaceholderValues(outputs, 0).fill(traced.result)
+def fill(form: Any, tensors: Sequence[Any]) -> Any:
+    """Return a nested value with these tensors in place of each `Ref`, in new objects that the caller may change."""
+    return _PlaceholderValues(tensors, 0).fill(form)
 
 
 def disable_in_place(model: nn.Module) -> nn.Module:

@@ -38,30 +38,21 @@ class StepInputs(NamedTuple):
         wanted: for each input, the gradient to return: none, whole (global batch) or part (local); empty if none needs one.
     """
 
-    tensors: tuple[Tensor, ...]
+    tensors: Sequence[Tensor]
     wholes: tuple[bool, ...]
     batch: int
     announced: bool
     wanted: tuple[InputGradient, ...]
 
 
-def read_inputs(
-    tensors: tuple[Tensor, ...], others: Mapping[str, Any], batch: int | None, whole: bool, announced: Sequence[int]
-) -> StepInputs:
-    """Check the arguments of a model call, and find the size of the global batch.
+def read_inputs(tensors: Sequence[Tensor], batch: int | None, whole: bool, announced: Sequence[int]) -> StepInputs:
+    """Check the tensors of a model call, and find the size of the global batch.
 
     Args:
-        others: arguments by name, which are refused.
         batch: size of the global batch, if the caller gave it.
         whole: all inputs are global batches; False: only outputs of distributed models are.
         announced: sizes of global batches that the loader announced; the first one counts.
     """
-    if others or not all(isinstance(x, Tensor) for x in tensors):
-        odd = [*others, *(f"a {type(x).__name__}" for x in tensors if not isinstance(x, Tensor))]
-        raise InputError(
-            f"the distributed model was called with {', '.join(odd)}: it takes tensors like those of the example, by "
-            "position. Set other arguments in a module around the model, before distribute()"
-        )
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is not None and not hooks[0].__qualname__.startswith("save_on_cpu."):
         raise InputError(

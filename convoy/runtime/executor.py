@@ -15,7 +15,7 @@ from convoy.comm.group import Group, present
 from convoy.errors import InputError
 from convoy.layout.layout import Split, holders
 from convoy.model.graph import Graph, Layer
-from convoy.model.tracing import TracedModel
+from convoy.model.operation import TracedModel
 from convoy.model.tracing.python_state import is_of_user, refuse_changes, subtree
 from convoy.plan import device_program as ops
 from convoy.plan.compile import check_programs, compile_all, compile_device, without_gradients

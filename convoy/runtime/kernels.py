@@ -12,7 +12,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from convoy.errors import InputError
 from convoy.model.graph import Layer
 from convoy.model.operation import Operation, bind_operation, in_one_format
-from convoy.model.tracing.supported_layers import symmetric_padding
 from convoy.plan.steps import Part
 from convoy.runtime.gradients import Found, collect
 
@@ -52,16 +51,14 @@ def _call_on_shard(module: Any, layer: Layer) -> Call:
     transposed = layer.kind == "conv_transpose"
     function: Callable[..., Tensor] = getattr(F, f"{layer.kind}{len(module.kernel_size)}d")
     per_group = (layer.channels_in if transposed else layer.channels_out) // layer.groups
-    padding = symmetric_padding(module)
-    pads_before = padding is None or module.padding_mode != "zeros"
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    padding, mode = module.padding, module.padding_mode
 
     def convolve(inputs: Sequence[Tensor]) -> Tensor:
         (x,), weight = inputs, module.weight
         groups = weight.shape[0] // per_group if layer.groups > 1 else 1
         if transposed:
             return function(x, weight, bias(), module.stride, padding, module.output_padding, groups, module.dilation)
-        if pads_before:
+        if mode != "zeros":
             padded = F.pad(x, module._reversed_padding_repeated_twice, mode)
             return function(padded, weight, bias(), module.stride, 0, module.dilation, groups)
         return function(x, weight, bias(), module.stride, padding, module.dilation, groups)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from convoy.comm.group import Group
 from convoy.errors import ConvoyError, InputError
 from convoy.layout.layout import Layout, Replicated
-from convoy.model.operation import fill_result
+from convoy.model.nested import Example
+from convoy.model.operation import fill
 from convoy.model.tracing import StateWatch, disable_in_place, trace, unwrapped
 from convoy.model.tracing.copies import copied
 from convoy.plan.plan import Plan
@@ -46,7 +47,7 @@ class Distributed(nn.Module):
     Args:
         model: an ordinary module with device 0's weights. On other devices it may be on the meta device. If it is so on
             device 0 too, call `load_state_dict` before the first step.
-        example: one batch of each input, for the shapes.
+        example: as for `trace`.
         slowdown: emulate a device that is slower by this factor.
         cuda_graphs: on CUDA devices, replay layers as CUDA graphs (see `convoy.runtime.cuda_graphs`).
         takes_over: use the model's own modules, and its own parameters if every device has them whole. Shards replace the
@@ -55,7 +56,7 @@ class Distributed(nn.Module):
     Attributes:
         reshards: number of reshards.
         layouts: layout of each parameter and buffer, by its key in `state_dict`.
-        takes_whole: treat inputs as global batches, even without `whole=True`.
+        takes_whole: treat inputs as global batches, even without `whole=True`, except while a `convoy.loader` gives batches.
         finished_steps, repeats: counted by `convoy.train.Members`; if `repeats` changes, a loader repeats the batches since
             the last finished step.
         guard: called with a loader to begin its epoch together with the other devices; None: use `loader.begin`.
@@ -72,7 +73,7 @@ class Distributed(nn.Module):
         model: nn.Module,
         plan: Plan,
         group: Group,
-        example: Tensor | Sequence[Tensor],
+        example: Example,
         *,
         slowdown: float = 1.0,
         cuda_graphs: bool = False,
@@ -110,14 +111,15 @@ class Distributed(nn.Module):
 
     # --- one call: a step --------------------------------------------------------------------------------------------
 
-    def forward(self, *inputs: Tensor, batch: int | None = None, whole: bool = False, **others: Any) -> Any:
+    def forward(self, *inputs: Any, batch: int | None = None, whole: bool = False, **others: Any) -> Any:
         """Return the outputs of the global batch, on every device; or an `OutputPart` for each output that stays local.
 
         The output of another distributed model is a global batch: `discriminator(generator(z))`. An input that requires a
         gradient gets the gradient it has on one device: of the local batch, or of the global batch if that was given.
 
         Args:
-            inputs: the local batch of each input, in the layout of `input_layouts`; it may have zero samples.
+            inputs, others: arguments like those of the example, with tensors of the local batch, in the layouts of
+                `input_layouts`; it may have zero samples.
             batch: samples in the global batch; needed only if the loader is not Convoy's.
             whole: every device gives the same global batch; each takes its local batch from it.
 
@@ -130,7 +132,7 @@ class Distributed(nn.Module):
             return torch.compiler.disable(self._step)(inputs, batch, whole, others)  # type: ignore[no-untyped-call]
         return self._step(inputs, batch, whole, others)
 
-    def _step(self, inputs: tuple[Tensor, ...], batch: int | None, whole: bool, others: dict[str, Any]) -> Any:
+    def _step(self, inputs: tuple[Any, ...], batch: int | None, whole: bool, others: dict[str, Any]) -> Any:
         if self.stale:
             raise StaleBatchError("the devices have changed since this batch was loaded: the loader returns it again")
         if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
@@ -138,15 +140,17 @@ class Distributed(nn.Module):
                 "DistributedDataParallel around a distributed model, which sums gradients itself: remove that wrapper"
             )
         self.weights.check_loaded()
-        given = read_inputs(inputs, others, batch, whole or (self.takes_whole and batch is None), self._announced)
-        training, graph = self.training, self.traced[self.training].graph
+        training, traced, graph = self.training, self.traced[self.training], self.traced[self.training].graph
+        tensors = traced.call.tensors(self.module, inputs, others)
+        whole = whole or (self.takes_whole and batch is None and not self._announced)
+        given = read_inputs(tensors, batch, whole, self._announced)
         program = self._programs.get(training, given.batch, given.wanted, self._accumulation.kind())
         parts = local_inputs(given, program.steps, graph, self.group)
         compares = self._comparisons.check_inputs(training, program.steps, given)
         self._checks.check(training, self._in_use.whole)
         self._states[training].check()
         outputs = self._compute(given, program, parts, compares)
-        return fill_result(self.traced[training], returned_outputs(outputs, program.steps, graph, self.group))
+        return fill(traced.result, returned_outputs(outputs, program.steps, graph, self.group))
 
     def _compute(self, given: StepInputs, program: Program, parts: list[Tensor], compares: bool) -> Sequence[Tensor]:
         executor, kind = self._executors[self.training], self.group.torch_device.type

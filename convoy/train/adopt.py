@@ -1,5 +1,6 @@
 """Adapts an optimizer and a DataLoader that were made for one device to a distributed model."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -15,7 +16,8 @@ from convoy.checkpoint.run_folder import torch_dtype
 from convoy.checkpoint.tensors import ModelShards
 from convoy.comm.control_messages import agree_on, from_first
 from convoy.errors import InputError
-from convoy.machine.accelerator import bring
+from convoy.machine.accelerator import bring, random_state_kept
+from convoy.model.nested import Arguments, Example, map_tensors, tensors_of
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described
 from convoy.runtime.shards import check_not_distributed, guard_state
@@ -170,6 +172,8 @@ class AdoptedLoader(Loader):
 
     def _iterate(self, begun: str, epoch: int, start: int) -> Iterator[Any]:
         self._begun = begun
+        if self.model is not None:
+            self.model.announce(None)
         set_states(begun, self._generators, self._device)
         batches = iter(self.source)
         for _ in range(start):
@@ -190,7 +194,7 @@ class AdoptedLoader(Loader):
                 done += 1
                 self._position = epoch, done
                 # A copy if the batch may be needed again, because the loop may change it in place.
-                yield _each(batch, lambda x: bring(x.clone() if repeatable else x, self._device))
+                yield map_tensors(batch, lambda x: bring(x.clone() if repeatable else x, self._device))
                 if self._changes[2] != repeats:
                     again, kept, done = kept + again, [], done - len(kept)
                 elif self._changes[1] != steps:
@@ -217,35 +221,6 @@ class AdoptedLoader(Loader):
             raise InputError(
                 f"the DataLoader has persistent_workers, whose random states cannot {what}: leave persistent_workers out"
             )
-
-
-def _each(batch: Any, work: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `work` to all tensors of a batch."""
-    if type(batch) in (list, tuple):
-        return type(batch)([_each(value, work) for value in batch])
-    return work(batch) if isinstance(batch, Tensor) else batch
-
-
-def local_loader(source: DataLoader[Any], model: Distributed) -> Loader:
-    """Return a loader of this device's samples only, ordered by the seed of torch or of the DataLoader's generator.
-
-    InputError if the DataLoader has options that need whole batches or another order.
-    """
-    check_loader(source)
-    sampler, size = source.sampler, len(source.dataset)  # type: ignore[arg-type]
-    shuffles = type(sampler) is data.RandomSampler and not sampler.replacement and sampler.num_samples == size
-    known = type(source.batch_sampler) is data.BatchSampler and (shuffles or type(sampler) is data.SequentialSampler)
-    known = known and source.collate_fn is default_collate and type(source).__iter__ is DataLoader.__iter__
-    if not known or source.worker_init_fn or source.multiprocessing_context:
-        raise InputError(
-            "prepare(parts=True) loads each sample on one device only, and the DataLoader has a sampler, collate_fn, "
-            "worker_init_fn, multiprocessing_context or __iter__ of its own: leave them out, or leave parts out"
-        )
-    seed = (source.generator or torch.default_generator).initial_seed()
-    return Loader(
-        source.dataset, batch_size_of(source), model,
-        shuffle=shuffles, seed=seed, drop_last=source.drop_last, workers=source.num_workers,
-    )  # fmt: skip
 
 
 def check_prepared(model: object, optimizer: object, loader: Any, more: Sequence[Any]) -> None:
@@ -311,29 +286,50 @@ def batch_size_of(source: DataLoader[Any]) -> int:
     return size
 
 
-def first_samples(source: DataLoader[Any]) -> Tensor:
-    """Return a batch shaped like the first inputs. A worker process loads them, because the data set may count its calls."""
+def first_batch(source: DataLoader[Any]) -> Any:
+    """Return a batch of zeros like those of a loader. A worker process loads it, because the data set may count its calls."""
     rows = [i % len(source.dataset) for i in range(2)]  # type: ignore[arg-type]
 
-    def form(loaded: Any) -> tuple[torch.Size, torch.dtype]:
-        batch = source.collate_fn(loaded)
-        x = batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else None
-        if not isinstance(x, Tensor):
-            raise InputError(
-                f"the data set's batches are no pairs (inputs, labels) of tensors but {type(batch).__name__}: give items "
-                "(tensor, label), or use convoy.distribute with a loader of your own"
-            )
-        return x.shape, x.dtype
+    def form(loaded: Any) -> Any:
+        return map_tensors(source.collate_fn(loaded), lambda t: t.detach().new_zeros(()).expand(t.shape))
 
     options: Any = {"num_workers": 1, "multiprocessing_context": "fork", "timeout": 20.0}
     if type(source.dataset) is TensorDataset and source.collate_fn is default_collate:
         options = {}
     once = DataLoader(source.dataset, 2, sampler=rows, collate_fn=form, generator=torch.Generator(), **options)
     try:
-        shape, dtype = next(iter(once))
+        batch = next(iter(once))
     except Exception:  # such as images on a GPU, which a worker cannot read
         generators, cpu = generators_in(source), torch.device("cpu")
         states = read_states(generators, cpu)
-        shape, dtype = form([source.dataset[i] for i in rows])
+        batch = form([source.dataset[i] for i in rows])
         set_states(states, generators, cpu)
-    return torch.zeros(shape, dtype=dtype)
+    return map_tensors(batch, lambda t: torch.zeros(t.shape, dtype=t.dtype))
+
+
+def example_of(batch: Any, model: nn.Module, call: Callable[[Any, Any], object] | None) -> Example:
+    """Return the arguments of the model for a batch.
+
+    Args:
+        call: calls the model, its first argument, as the loop does. None: of a dict that has the names of forward's required
+            parameters, the model gets these; of any other batch its first tensors, as many as forward requires.
+    """
+    if call is not None:
+        given: list[Arguments] = []
+        with random_state_kept(torch.device("cpu")):
+            call(lambda *args, **kwargs: given.append(Arguments(args, kwargs)), batch)
+        if not given:
+            raise InputError("call= of prepare does not call its first argument, the model: call it as the loop does")
+        return given[0]
+    parameters = [*inspect.signature(type(model).forward).parameters.values()][1:]
+    names = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if isinstance(batch, Mapping) and names and all(name in batch for name in names):
+        return {name: batch[name] for name in names}
+    tensors = tensors_of(batch)[: len(names) or 1]
+    if len(tensors) < (len(names) or 1):
+        raise InputError(
+            f"the model takes {', '.join(names) or 'a tensor'}, and the data set's batches are {type(batch).__name__}s with "
+            f"{len(tensors)} tensors: say how the loop calls the model, e.g. prepare(..., call=lambda model, batch: "
+            'model(batch["image"]))'
+        )
+    return tuple(tensors)

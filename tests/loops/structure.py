@@ -51,20 +51,26 @@ class OfDict(Masked):
 
 
 def dicts_and_keyword_arguments(prepare: Prepare, optimizer: Make) -> Iterator[Any]:
+    def call(model: Any, batch: Any) -> Any:
+        return model(batch["image"], mask=batch["extra"]["mask"], age=batch["extra"]["age"])
+
     net = Masked()
-    net, steps, loader = prepare(net, optimizer(net.parameters()), DataLoader(Rows(), 12))
+    net, steps, loader = prepare(net, optimizer(net.parameters()), DataLoader(Rows(), 12), call=call)
     for batch in endless(loader):
         extra = batch["extra"]
-        loss = F.cross_entropy(net(batch["image"], mask=extra["mask"], age=extra["age"]), batch["label"])
+        loss = F.cross_entropy(net(batch["image"], extra["mask"], age=extra["age"]), batch["label"])
         assert len(batch["name"]) == len(batch["label"])
         yield update(steps, loss)
 
 
 def whole_batch_as_a_dict(prepare: Prepare, optimizer: Make) -> Iterator[Any]:
+    def call(model: Any, batch: Any) -> Any:
+        return model({key: batch[key] for key in ("image", "extra", "label")})
+
     net = OfDict()
-    net, steps, loader = prepare(net, optimizer(net.parameters()), DataLoader(Rows(), 12))
+    net, steps, loader = prepare(net, optimizer(net.parameters()), DataLoader(Rows(), 12), call=call)
     for batch in endless(loader):
-        loss = net({key: batch[key] for key in ("image", "extra", "label")})["loss"]
+        loss = call(net, batch)["loss"]
         yield update(steps, loss)
 
 

@@ -9,7 +9,6 @@ from tests.support.loops import both
 
 TO_COME = {
     *(each.__name__ for each in changing.LOOPS),
-    *("dicts_and_keyword_arguments", "whole_batch_as_a_dict", "data_classes", "named_tuples", "images_without_labels"),
     *("video_with_focal_loss", "multi_crop", "paired_images", "cycles"),
 }
 LOOPS = [

@@ -173,11 +173,6 @@ def test_wrapped_models_are_unwrapped() -> None:
     assert layers_of(torch.compile(Kept(nn.ReLU()), backend="eager")).keys() == plain.keys()
 
 
-def test_an_example_that_is_a_dict_is_refused() -> None:
-    with pytest.raises(InputError, match="give the inputs as a tuple"):
-        trace(Kept(nn.ReLU()), {"x": torch.zeros(2, 3, 8, 8)})  # type: ignore[arg-type]
-
-
 class Drawing(nn.Module):
     """Takes another branch in one call of twenty, by a generator of its own."""
 

@@ -111,12 +111,11 @@ def test_a_function_gets_the_arguments_that_it_has_parameters_for(text: str) -> 
         ("broken:build", ["broken:build: the module does not import", "ZeroDivisionError", "broken.py line 3"]),
         ("mine:everythin", ["everythin is not there", "did you mean everything"]),
         ("mine:zzz", ["zzz is not there", "a callable that returns a new nn.Module"]),
-        ("mine:ready", ["mine:ready is a Linear", "name a function that builds it", "def build(image, classes)"]),
         ("mine:depth_and_more", ["mine:depth_and_more needs depth", "image, classes", "defaults"]),
         ("mine:fails", ["mine:fails failed", "KeyError", "mine.py line", "correct it there"]),
         ("mine:no_module", ["no_module() gave a list", "return an nn.Module"]),
-        ("mine:for_pixels", ["(2, 7, 32, 32)", "two images of 3x32x32", "7 classes", "(2, 7)"]),
-        ("mine:large", ["does not run on images of 3x32x32", "Kernel size", "give images"]),
+        ("mine:for_pixels", ["images of 3x32x32 and 7 classes", "two images give (2, 7, 32, 32), not (2, 7)"]),
+        ("mine:large", ["does not fit images of 3x32x32", "Kernel size", "give images"]),
         ("mine", ["unknown net 'mine'", "torchvision:NAME", "timm:NAME"]),
     ],
 )
@@ -138,7 +137,7 @@ def test_models_of_packages_have_the_classes_asked_for(text: str) -> None:
 @pytest.mark.usefixtures("packages")
 def test_timm_takes_images_of_any_channels() -> None:
     assert isinstance(build_net("timm:resnet18", (1, 32, 32), 7).conv1, nn.Conv2d)
-    with pytest.raises(InputError, match=r"does not run on images of 1x32x32 .*channels"):
+    with pytest.raises(InputError, match=r"does not fit images of 1x32x32 .*channels"):
         build_net("torchvision:resnet18", (1, 32, 32), 7)
 
 

@@ -151,9 +151,9 @@ def test_two_inputs_and_a_missing_one() -> None:
     a, b = torch.zeros(2, 3, 2), torch.zeros(2, 6)
     graph = trace(Two(), (a, b)).graph
     assert [layer.shape for layer in graph.inputs] == [(3, 2), (6,)]
-    with pytest.raises(InputError, match=r"1 inputs, the model takes another number \(missing"):
+    with pytest.raises(InputError, match="Two was called with arguments that its forward does not take: missing"):
         trace(Two(), a)
-    with pytest.raises(InputError, match="3 inputs, the model takes another number"):
+    with pytest.raises(InputError, match="does not take: too many"):
         trace(Two(), (a, b, b))
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from convoy.model.graph import Layer
-from convoy.model.operation import TracedModel, call_operation, fill_result
+from convoy.model.operation import TracedModel, call_operation, fill
 from convoy.model.tracing import trace
 
 
@@ -41,4 +41,4 @@ def run_traced(model: nn.Module, traced: TracedModel, inputs: Sequence[Tensor]) 
             reads = [values[i] for i in layer.inputs]
             with torch.set_grad_enabled(layer.differentiable and torch.is_grad_enabled()):
                 values[name] = call_operation(model, traced.operations[name], reads, len(inputs[0]))
-    return fill_result(traced, [values[name] for name in traced.graph.outputs])
+    return fill(traced.result, [values[name] for name in traced.graph.outputs])

@@ -14,7 +14,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    TensorDataset,
     WeightedRandomSampler,
     default_collate,
 )
@@ -142,16 +141,16 @@ def test_devices_load_only_their_local_batch() -> None:
 
     def work(group: Group) -> tuple[int, list[int]]:
         model, dataset = net(), Counted()
-        source = DataLoader(dataset, 10, generator=torch.Generator())  # threads share the default generator's seed
         part, _, loader = convoy.prepare(
-            model, adam(model), source, plan="data-by-speed", speeds=SPEEDS, group=group, parts=True,
+            model, adam(model), DataLoader(dataset, 10), plan="data-by-speed", speeds=SPEEDS, group=group,
             outputs="where-computed",
         )  # fmt: skip
         dataset.met, seen = 0, []
-        for x, y in loader:
-            assert len(part(x).own) == len(y) == len(x)
+        for x, y in convoy.loader(dataset, 10, part):
+            assert len(part(2 * x).own) == len(y) == len(x)
             seen.append(len(x))
-        return dataset.met, seen
+        assert [len(part(x).rows_of(y)) for x, y in loader] == seen  # global batches again
+        return dataset.met - len(dataset), seen
 
     # A device without samples loads one of each batch, which shows the type of labels. Eight are compared.
     assert run_on_threads(3, work) == [(14 + 8, [6, 6, 2]), (3 + 8, [0, 0, 0]), (9 + 8, [4, 4, 1])]
@@ -258,7 +257,10 @@ class Endless(IterableDataset[Any]):
             "DistributedSampler.*leave it out",
         ),
         (lambda: images(), "a data set and no batch_size: give one"),
-        (lambda: DataLoader(TensorDataset(torch.zeros(4, 1, 6, 6)), 2), "no pairs"),
+        (
+            lambda: DataLoader(["one", "two"], 2),
+            r"batches are lists with 0 tensors: say how .*call=lambda model, batch",
+        ),
     ],
 )
 def test_a_loader_that_cannot_be_split_is_refused(loader: Callable[[], Any], told: str) -> None:

@@ -32,7 +32,6 @@ from tests.support.small_script import ALONE, SPEEDS, images, net, seeded
 from tests.support.threads import run_on_threads
 
 Make = Callable[[DataLoader[Any]], Any]
-WHERE_COMPUTED: dict[str, Any] = {"parts": True, "outputs": "where-computed"}
 
 
 class Noisy(Dataset[Any]):
@@ -196,47 +195,24 @@ def test_devices_draw_as_device_0() -> None:
     assert run_on_threads(3, work) == [expected] * 3
 
 
-@pytest.mark.parametrize(
-    ("source", "says"),
-    [
-        (lambda: shuffled(Noisy(3)), r"random generator \(a Generator\)"),
-        (
-            lambda: DataLoader(images(), 5, sampler=Learning()),
-            "the DataLoader has a sampler, .*leave parts out",
-        ),
-        (lambda: DataLoader(images(), batch_sampler=Sized(RandomSampler(images()), 5, False)), "leave parts out"),
-        (lambda: Doubling(images(), 5), "__iter__ of its own"),
-    ],
-)
-def test_parts_refuse_what_depends_on_the_device(source: Callable[[], DataLoader[Any]], says: str) -> None:
-    with pytest.raises(InputError, match=says):
-        convoy.prepare(net(), None, source(), plan="data", speeds=(1.0,), group=ALONE, **WHERE_COMPUTED)
-
-
-def test_parts_of_other_data_are_refused() -> None:
+def test_local_batches_of_other_data_are_refused() -> None:
     def work(group: Group) -> None:
         order = torch.randperm(23, generator=seeded(group.device))
         own = TensorDataset(*(each[order] for each in images().tensors))
-        loader = convoy.prepare(
-            net(), None, DataLoader(own, 5), plan="data", speeds=SPEEDS, group=group, **WHERE_COMPUTED
-        )[-1]
-        next(iter(loader))
+        model, _, _ = convoy.prepare(net(), None, DataLoader(own, 5), plan="data", speeds=SPEEDS, group=group)
+        next(iter(convoy.loader(own, 5, model)))
 
     with pytest.raises(MismatchError, match="device 1 has other data than device 0: give every device the same files"):
         run_on_threads(3, work)
 
 
-@pytest.mark.parametrize(("parts", "workers"), [(False, 0), (False, 1), (True, 0)])
-def test_resume_continues_mid_epoch(tmp_path: Path, parts: bool, workers: int) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_resume_continues_mid_epoch(tmp_path: Path, workers: int) -> None:
     def losses(saves: int | None, resumes: bool) -> list[float]:
         model = net()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        source = shuffled(Noisy() if parts else Noisy(3), num_workers=workers)
-        options = WHERE_COMPUTED if parts else {}
-        here, optimizer, loader = convoy.prepare(
-            model, optimizer, source, plan="data", speeds=(1.0,), group=ALONE, **options
-        )
-        criterion = convoy.loss(F.cross_entropy)
+        source = shuffled(Noisy(3), num_workers=workers)
+        here, optimizer, loader = convoy.prepare(model, optimizer, source, plan="data", speeds=(1.0,), group=ALONE)
         start = Progress()
         if resumes:
             start = load_checkpoint(tmp_path, here, optimizer, loader=loader)
@@ -244,7 +220,7 @@ def test_resume_continues_mid_epoch(tmp_path: Path, parts: bool, workers: int) -
         for epoch in range(start.epoch, 3):
             loader.set_epoch(epoch, start.batch if epoch == start.epoch else 0)
             for x, y in loader:
-                loss = criterion(here(x), y + 0 * (torch.rand(()) > 2))
+                loss = F.cross_entropy(here(x), y + 0 * (torch.rand(()) > 2))
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()

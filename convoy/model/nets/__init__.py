@@ -39,11 +39,7 @@ def build_net(text: str, image: ImageShape, classes: int, seed: int = 0) -> nn.M
 
 
 def graph_of(text: str, image: ImageShape = (3, 32, 32), classes: int = 10) -> Graph:
-    """Return the graph of a network by name. If all kinds of layers are known, no weights are allocated.
-
-    Raises:
-        InputError: see `build_net`.
-    """
+    """Return the graph of a network by name. If all kinds of layers are known, no weights are allocated."""
     if text.partition(":")[0] in NETS:
         return graph_without_weights(partial(build_builtin, text, image, classes), image)
     if is_packaged(text):

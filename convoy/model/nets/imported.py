@@ -11,7 +11,6 @@
 
 import difflib
 import inspect
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,8 +20,9 @@ from torch import nn
 
 from convoy.errors import InputError
 from convoy.model.entry_points import call, find_callable, import_package
+from convoy.model.nested import tensors_of
 from convoy.model.nets.builtin import ImageShape
-from convoy.model.tracing.trials import first_line, run_on_random, tensors_of
+from convoy.model.tracing.trials import first_line, run_on_random
 
 
 def is_packaged(text: str) -> bool:
@@ -41,37 +41,27 @@ def find_imported(text: str, image: ImageShape, classes: int) -> Callable[[], nn
     build = _find_in_package(text, image, classes) if is_packaged(text) else _find_own(text, image, classes)
 
     def make() -> nn.Module:
-        with warnings.catch_warnings():
-            if is_packaged(text):  # such warnings concern the package's own code
-                warnings.simplefilter("ignore", FutureWarning)
-            model = build()
+        model = build()
         if not isinstance(model, nn.Module):
             raise InputError(f"net {text!r}: {name}() gave a {type(model).__name__}: return an nn.Module")
-        _check_outputs(text, model, image, classes)
+        if not any(p.is_meta for p in model.parameters()):
+            _check_outputs(text, model, image, classes)
         return model
 
     return make
 
 
 def _check_outputs(text: str, model: nn.Module, image: ImageShape, classes: int) -> None:
-    size = "x".join(map(str, image))
-    images = torch.empty(2, *image)
+    images = torch.empty(2, *image, device="meta")
     try:
-        if any(p.is_meta for p in model.parameters()):  # buffers have no numbers either
-            with torch.no_grad(), torch.device("meta"):
-                outputs = tensors_of(model(images.to("meta")))
-        else:
-            outputs = tensors_of(run_on_random(model, (images.to("meta"),), {}))
+        given = [str(tuple(t.shape)) for t in tensors_of(run_on_random(model, (images,), {}))]
     except Exception as error:
+        given = [first_line(error)]
+    if not given or any(each != str((2, classes)) for each in given):
         raise InputError(
-            f"net {text!r} does not run on images of {size} ({first_line(error)}): give images of the channels and size that "
-            "it is made for, or another net"
-        ) from error
-    shapes = [tuple(t.shape) for t in outputs]
-    if not shapes or any(shape != (2, classes) for shape in shapes):
-        raise InputError(
-            f"net {text!r} gives {', '.join(map(str, shapes)) or 'no tensor'} for two images of {size}: it must give one "
-            f"number for each of the {classes} classes, {(2, classes)}"
+            f"net {text!r} does not fit images of {'x'.join(map(str, image))} and {classes} classes: two images give "
+            f"{', '.join(given) or 'no tensor'}, not {(2, classes)}; give images of the channels and size that it is "
+            "made for, or another net"
         )
 
 
@@ -93,11 +83,6 @@ def _find_in_package(text: str, image: ImageShape, classes: int) -> Callable[[],
 
 def _find_own(text: str, image: ImageShape, classes: int) -> Callable[[], Any]:
     build = find_callable(text, "a callable that returns a new nn.Module, e.g. def build(image, classes)")
-    if isinstance(build, nn.Module):
-        raise InputError(
-            f"{text} is a {type(build).__name__}: name a function that builds it, so that its weights come from the seed, e.g. "
-            "def build(image, classes)"
-        )
     offered = {"image": image, "classes": classes, "num_classes": classes}
     parameters = call(text, inspect.signature, obj=build).parameters.values()
     free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -7,10 +7,9 @@ layers, with their kinds (`supported_layers.py`). `python_state.py` finds values
 
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from convoy.errors import InputError
 from convoy.model.graph import Graph, Layer, Parameter
-from convoy.model.operation import Form, Operation, Ref, Region, TracedModel, bind_operation, disable_in_place
+from convoy.model.nested import CallForm, Example, tensors_of, without_tensors
+from convoy.model.operation import Operation, Ref, Region, TracedModel, disable_in_place, fill
 from convoy.model.split_rules import register_layer
 from convoy.model.tracing.copies import (
     KINDS,
@@ -36,31 +36,22 @@ from convoy.model.tracing.layer_builder import LayerBuilder, canonical_keys, dty
 from convoy.model.tracing.node_values import BATCHES, Spec, Untraceable, is_batched, meta_inputs
 from convoy.model.tracing.python_state import State, StateWatch, changed, modes_of, subtree
 from convoy.model.tracing.tracer import TRACE_LOCK, GivenUp, nodes_of
-from convoy.model.tracing.trials import (
-    TrialInputs,
-    first_line,
-    has_dropout,
-    is_floating,
-    observe,
-    run_on_random,
-    tensors_of,
-)
+from convoy.model.tracing.trials import TrialInputs, first_line, has_dropout, is_floating, observe, run_on_random
 
-__all__ = ["StateWatch", "TracedModel", "bind_operation", "disable_in_place", "register_layer", "trace", "unwrapped"]
+__all__ = ["Example", "StateWatch", "TracedModel", "disable_in_place", "register_layer", "trace", "unwrapped"]
 
 _MOST_SAMPLES = 8
 """The most samples in a trial call of a layer with user code."""
 
 
-def trace(
-    model: nn.Module, example: Tensor | Sequence[Tensor], *, training: bool = True, like: TracedModel | None = None
-) -> TracedModel:
+def trace(model: nn.Module, example: Example, *, training: bool = True, like: TracedModel | None = None) -> TracedModel:
     """Trace a model into layers and the operations that compute them. The model itself is not changed.
 
     Args:
-        model: an ordinary module on any device (the meta device only if all layers are of known kinds). Its inputs are
-            tensors whose first axis is the batch.
-        example: one batch of each input; only shape and dtype matter.
+        model: an ordinary module on any device (the meta device only if all layers are of known kinds). The first axis of
+            all tensors that it is given is the batch.
+        example: a batch, or arguments of forward: by position in a tuple, by name in a dict. Of tensors, also in nested tuples,
+            lists, dicts and dataclasses, only shape and dtype matter; other values are constants.
         training: trace the model in training (dropout, batch statistics, auxiliary outputs) or in evaluation.
         like: a trace of the same model in the other mode. Calls that form one layer there also form one here, so that both
             modes have the parameters in the same layers.
@@ -68,23 +59,23 @@ def trace(
     Raises:
         InputError: the model cannot be copied or traced, does not run on the example, or returns values other than tensors.
     """
-    if isinstance(example, Mapping):
-        raise InputError(
-            f"the example is a dict ({', '.join(map(str, example))}): give the inputs as a tuple of tensors, in the order in "
-            "which forward takes them"
-        )
-    examples = (example,) if isinstance(example, Tensor) else tuple(example)
-    if not examples or any(not isinstance(e, Tensor) or e.dim() == 0 for e in examples):
-        raise InputError("the example must be a batch: tensors whose first axis is the batch; give e.g. x[:2]")
     inner = unwrapped(model)
+    call, examples = CallForm.of(inner, example)
+    lengths = {e.shape[:1] for e in examples}
+    if len(lengths) != 1 or torch.Size() in lengths:
+        shapes = ", ".join(f"{name} of {tuple(e.shape)}" for name, e in zip(call.names, examples, strict=True))
+        raise InputError(
+            f"the example must be one batch: tensors whose first axis is the batch, not {shapes or 'none'}; give e.g. x[:2], "
+            "and keep tensors without that axis in buffers of the model"
+        )
     _check_parameters(inner)
     state = State(dict(inner.named_modules()))
     with TRACE_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the model's own warnings appear again in training
         before = state.forms()
-        capture = _Capture(partial(_copied, inner, training), examples, like)
+        capture = _Capture(partial(_copied, inner, training), call, examples, like)
         traced = capture.run()
-        traced = replace(_with_hooks(capture.model, traced, inner), modes=modes_of(capture.model))
+        traced = replace(_with_hooks(capture.model, traced, inner), modes=modes_of(capture.model), call=call)
         release(capture.model)
         names = changed(before, state.forms())
     if names:
@@ -186,8 +177,10 @@ class _Capture:
         overwrites: whether the model overwrites its inputs.
     """
 
-    def __init__(self, copy: Callable[[], nn.Module], examples: Sequence[Tensor], like: TracedModel | None) -> None:
-        self.copy, self.model, self.examples = copy, copy(), tuple(examples)
+    def __init__(
+        self, copy: Callable[[], nn.Module], call: CallForm, examples: Sequence[Tensor], like: TracedModel | None
+    ) -> None:
+        self.copy, self.model, self.call, self.examples = copy, copy(), call, tuple(examples)
         self.meta = meta_copy(self.model)
         self.specs: list[Spec] = [(tuple(e.shape[1:]), e.dtype) for e in examples]
         self.samples = min(max(len(examples[0]), BATCHES[0]), _MOST_SAMPLES)
@@ -227,7 +220,7 @@ class _Capture:
 
     def _traced(self) -> tuple[TracedModel, Mapping[str, str]]:
         """Return the trace, and for further modules that must stay whole: path -> reason."""
-        nodes = nodes_of(self.model, self.meta, self.specs, self.whole)
+        nodes = nodes_of(self.model, self.meta, self.call, self.specs, self.whole)
         builder = LayerBuilder(self.model, self.meta, nodes, self.specs, self.together, self.elsewhere, self.samples)
         traced = builder.run()
         self.overwrites = builder.values.overwrites
@@ -255,13 +248,13 @@ class _Capture:
         given, values, sizes, flop = self._results()
         outputs, batched = self._read_results(values, sizes)
         several = not isinstance(values[0], Tensor) or not batched[0] or given.own
-        operation = Operation("module", "", tuple(Ref(i) for i in range(len(inputs))))
+        operation = Operation("module", "", *self.call.arguments)
         if several:
-            form = _result_form(values[0], count())
+            form = without_tensors(values[0], [])
             shapes = [t.shape for t in outputs] if given.own else None  # known for this number of samples only
             flat = Operation("function", partial(_flat, type(model).__name__, repr(form), shapes), (Ref(len(inputs)),))
             target = Region((operation, flat), (True, True), (len(inputs) + 1,), several=False)
-            operation = Operation("region", target, operation.args)
+            operation = Operation("region", target, tuple(map(Ref, range(len(inputs)))))
         keys = canonical_keys(model)
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         parameters = {}
@@ -300,11 +293,9 @@ class _Capture:
         errors = []
         tried.append([self.examples])
         for batches in tried:
-            if batches is tried[-1]:
-                self._check_batch_axis()
             try:
                 with FlopCounterMode(display=False) as counter:
-                    values = [run_on_random(self.model, batch, {}) for batch in batches]
+                    values = [run_on_random(self.model, *fill(self.call.arguments, batch)) for batch in batches]
             except Exception as error:
                 errors.append(error)
                 samples = own
@@ -318,7 +309,7 @@ class _Capture:
         """Return the tensors of the first result, and for each whether it has one row per sample."""
         name = type(self.model).__name__
         small, *others = (tensors_of(value) for value in values)
-        forms = {repr(_result_form(value, count())) for value in values}  # as text: NaN does not equal itself
+        forms = {repr(without_tensors(value, [])) for value in values}  # as text: NaN does not equal itself
         if not small or len(forms) > 1:
             odd = " with something other than tensors that differs between batches" if small else ""
             raise InputError(
@@ -336,18 +327,6 @@ class _Capture:
             )
         return small, batched
 
-    def _check_batch_axis(self) -> None:
-        shapes = [(tuple(e.shape), e.dtype) for e in self.examples]
-        try:
-            run_on_random(self.model, meta_inputs(shapes, 2), {})
-        except Exception:
-            return
-        raise InputError(
-            f"{type(self.model).__name__} does not run on the example: it is one sample, "
-            f"{' and '.join(str(shape) for shape, _ in shapes)}, without the axis of the batch: give example[None], or one "
-            "batch of the loader"
-        )
-
     def _does_not_run(self, errors: Sequence[Exception]) -> InputError:
         name, shapes = type(self.model).__name__, [tuple(e.shape) for e in self.examples]
         norm = next((path for path, module in self.model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
@@ -361,7 +340,7 @@ class _Capture:
         return InputError(
             f"{name} does not run on the example. Called with {BATCHES[0]} and {BATCHES[1]} random samples of shape "
             f"{samples}{hooks}: {first_line(errors[0])}. Called with the {shapes[0][0]} samples of the example{hooks}: "
-            f"{first_line(errors[-1])}. Give one batch of each of its inputs, as its forward takes them"
+            f"{first_line(errors[-1])}. Give one batch of each of its inputs, as its forward takes them; of one sample, x[None]"
             + ("; forward cannot read what a hook has recorded: return it, or keep it in a variable" if hooks else "")
         )
 
@@ -373,7 +352,7 @@ def _flat(model: str, form: str, shapes: Sequence[torch.Size] | None, value: Any
         shapes: required shapes of the tensors; None: any.
     """
     found = tensors_of(value)
-    if repr(_result_form(value, count())) != form:
+    if repr(without_tensors(value, [])) != form:
         raise InputError(
             f"{model} returned something other than tensors that it did not return when it was distributed: a number, a text "
             "or another nest. Return tensors, or compute it from what the model returns"
@@ -384,22 +363,3 @@ def _flat(model: str, form: str, shapes: Sequence[torch.Size] | None, value: Any
             "example: it runs with the example's batch size alone, so give every batch that size (drop_last=True)"
         )
     return found
-
-
-def _result_form(value: Any, number: Iterator[int]) -> Any:
-    """Return the model's result with `Ref(i)` in place of its i-th tensor."""
-
-    def each(values: Any) -> list[Any]:
-        return [_result_form(v, number) for v in values]
-
-    if isinstance(value, Tensor):
-        return Ref(next(number))
-    if is_dataclass(value) and not isinstance(value, type):
-        keys = [f.name for f in fields(value) if f.init]
-        return Form(type(value), (), dict(zip(keys, each(getattr(value, k) for k in keys), strict=True)))
-    if isinstance(value, dict):
-        filled = dict(zip(value, each(value.values()), strict=True))
-        return filled if type(value) is dict else Form(type(value), (filled,))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return Form(type(value), tuple(each(value)))
-    return type(value)(each(value)) if isinstance(value, tuple | list) else value

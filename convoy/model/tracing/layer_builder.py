@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from convoy.errors import InputError
 from convoy.model.graph import Graph, Layer, Parameter
+from convoy.model.nested import tensors_of
 from convoy.model.operation import BatchExtent, Form, Operation, Ref, Region, TracedModel
 from convoy.model.split_rules import Call, Known
 from convoy.model.tracing.copies import shared_copy
@@ -38,7 +39,6 @@ from convoy.model.tracing.trials import (
     is_floating,
     observe,
     per_sample,
-    tensors_of,
 )
 
 

@@ -16,11 +16,12 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from convoy.errors import InputError
+from convoy.model.nested import map_tensors, tensors_of
 from convoy.model.operation import BatchExtent, Here
 from convoy.model.tracing.effects import called, mutates, unsupported_in_place
 from convoy.model.tracing.python_state import random_kept
 from convoy.model.tracing.supported_layers import is_batch_norm
-from convoy.model.tracing.trials import first_line, is_floating, map_tensors, on_random, run_on_random, tensors_of
+from convoy.model.tracing.trials import first_line, is_floating, on_random, run_on_random
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 """Shape per sample and dtype of an input."""
@@ -168,12 +169,7 @@ class Sizes:
 
 _OF_AUTOGRAD = ("requires_grad", "grad_fn", "is_leaf", "grad")
 """Attributes that depend on whether gradients are required, which may differ between calls."""
-_OF_DEVICES = {
-    "type": ("cpu", "cuda"),
-    "is_cuda": (False, True),
-    "is_cpu": (True, False),
-    "is_meta": (False, False),
-}
+_OF_DEVICES = {"type": ("cpu", "cuda"), "is_cuda": (False, True), "is_cpu": (True, False), "is_meta": (False, False)}
 """Attributes that depend on the device -> two different values, so that a trace cannot branch on them."""
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 
@@ -374,9 +370,7 @@ class NodeValues:
             self.folded[node] = rows
             return ""
         if small.shape != large.shape:
-            if (
-                sum(a != b for a, b in zip(small.shape, large.shape, strict=False)) > 1
-            ):  # values for all pairs of samples
+            if sum(a != b for a, b in zip(small.shape, large.shape, strict=False)) > 1:  # values for all pairs
                 self.mixing.add(node)
             return odd or f"the first axis of {node.name} is not the batch"
         if node in self._of_samples:

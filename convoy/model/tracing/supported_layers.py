@@ -95,16 +95,6 @@ def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and type(module) in MODULES and not changed
 
 
-def symmetric_padding(conv: Any) -> tuple[int, ...] | None:
-    """Return the padding on both sides of each axis; None if 'same' padding is unequal on the two sides."""
-    if conv.padding == "valid":
-        return (0,) * len(conv.kernel_size)
-    if conv.padding == "same":
-        both = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-        return None if any(total % 2 for total in both) else tuple(total // 2 for total in both)
-    return tuple(conv.padding)
-
-
 def _rule_for(*layers: str | type[nn.Module]) -> Callable[[Rule], Rule]:
     """Register a rule for functions and methods of these names, and for these module classes."""
 

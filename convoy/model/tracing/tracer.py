@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from convoy.errors import InputError
+from convoy.model.nested import CallForm
+from convoy.model.operation import fill
 from convoy.model.split_rules import MODULES
 from convoy.model.tracing.effects import batch_norm_of, counted_norm, has_effect, mutates, unsupported_in_place, written
 from convoy.model.tracing.node_values import Sizes, Spec, Untraceable
@@ -66,23 +68,24 @@ class GivenUp(Exception):  # noqa: N818 - the next trace knows more
         self.whole = whole
 
 
-def nodes_of(model: nn.Module, meta: nn.Module, specs: Sequence[Spec], leaves: Mapping[str, str]) -> Nodes:
+def nodes_of(
+    model: nn.Module, meta: nn.Module, call: CallForm, specs: Sequence[Spec], leaves: Mapping[str, str]
+) -> Nodes:
     """Trace a model's forward, which may change its Python state.
 
     Args:
         model: a copy that has not been traced before.
         meta: a copy on the meta device.
-        specs: shape and dtype of each input; other arguments keep their defaults. The trace is valid for these shapes.
+        specs: shape and dtype of each tensor of the call. The trace is valid for these, and for its other arguments.
         leaves: path of a submodule to keep whole -> the reason.
 
     Raises:
         GivenUp: more submodules must stay whole.
         Untraceable: torch.fx cannot follow the model's own forward.
-        InputError: the model takes another number of inputs.
     """
     with TRACE_LOCK, torch.enable_grad():
-        tracer = _Tracer(model, meta, leaves)
-        tracer.inputs = dict(zip(_input_names(model, len(specs)), specs, strict=True))
+        tracer = _Tracer(model, meta, leaves, call)
+        tracer.inputs = dict(zip(call.names, specs, strict=True))
         failed: Exception | None = None
         try:
             with random_kept(), tracer.following(model), _ConcreteTensors(model, tracer.sizes):
@@ -108,29 +111,12 @@ def nodes_of(model: nn.Module, meta: nn.Module, specs: Sequence[Spec], leaves: M
     return Nodes(tuple(graph.nodes), ("", *dict.fromkeys(tracer.seen)), tracer.whole, tuple(whole), constants)
 
 
-def _input_names(model: nn.Module, inputs: int) -> tuple[str, ...]:
-    try:
-        signature = inspect.signature(type(model).forward)
-    except (TypeError, ValueError):
-        return tuple(f"input_{i}" for i in range(inputs))
-    try:
-        signature.bind(model, *range(inputs))
-    except TypeError as error:
-        raise InputError(
-            f"the example has {inputs} inputs, the model takes another number ({error}): give each of them, and defaults to "
-            "keyword arguments of forward()"
-        ) from None
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [p.name for p in signature.parameters.values() if p.kind in positional][1 : inputs + 1]
-    return (*names, *(f"input_{i}" for i in range(len(names), inputs)))
-
-
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
-    def __init__(self, model: nn.Module, meta: nn.Module, leaves: Mapping[str, str]) -> None:
+    def __init__(self, model: nn.Module, meta: nn.Module, leaves: Mapping[str, str], call: CallForm) -> None:
         super().__init__()
-        self.root, self.sizes = model, Sizes(model, meta)
+        self.root, self.sizes, self.call = model, Sizes(model, meta), call
         self.inputs: dict[str, Spec] = {}
         self.seen: list[str] = []
         self.whole, self.given_up = dict(leaves), dict[str, str]()
@@ -204,7 +190,8 @@ class _Tracer(fx.Tracer):
         placed = [self.create_proxy("placeholder", name, (), {}) for name in self.inputs]
         for proxy, spec in zip(placed, self.inputs.values(), strict=True):
             self.sizes.place(proxy.node, spec)
-        return root_fn, [self.root, *placed]
+        args, kwargs = fill(self.call.arguments, placed)
+        return partial(root_fn, **kwargs), [self.root, *args]
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:  # noqa: ARG002
         if not isinstance(attr_val, Tensor) or self.sizes.evaluating or id(attr_val) not in self._keys:
@@ -312,9 +299,6 @@ class _Recorded:
 
     def __str__(self) -> str:
         raise TypeError("its forward makes a text of a tensor, or of its size or device")
-
-    def __format__(self, _spec: str) -> str:
-        return str(self)
 
 
 def _in_place(name: str) -> Callable[[Any, Any], Any]:

@@ -8,7 +8,7 @@ compares shards of a registered layer with the whole layer.
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy.errors import InputError
 from convoy.model.graph import Cut, Layer
+from convoy.model.nested import map_tensors, tensors_of
 from convoy.model.operation import Operation, call_operation
 from convoy.model.tracing.copies import release, shared_copy, written
 from convoy.model.tracing.python_state import REGISTERED, State, changed, random_kept
@@ -359,32 +360,6 @@ def random_like(like: Tensor, generator: torch.Generator, batch: int | None = No
 def is_floating(t: Tensor) -> bool:
     """Return whether a tensor's dtype can have a gradient."""
     return t.dtype.is_floating_point or t.dtype.is_complex
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors in nested tuples, lists, dicts and dataclasses, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    elif is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, f.name) for f in fields(value)]
-    return [t for each in value for t in tensors_of(each)] if isinstance(value, tuple | list) else []
-
-
-def map_tensors(value: Any, f: Callable[[Tensor], Any]) -> Any:
-    """Return the same nested value, with `f` applied to each tensor."""
-    if isinstance(value, Tensor):
-        return f(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(v, f) for v in value))
-    if isinstance(value, tuple | list):
-        return value if isinstance(value, torch.Size) else type(value)(map_tensors(v, f) for v in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return type(value)(**{f_.name: map_tensors(getattr(value, f_.name), f) for f_ in fields(value) if f_.init})
-    if isinstance(value, dict):
-        return {k: map_tensors(v, f) for k, v in value.items()}
-    return value
 
 
 def is_close(a: Tensor, b: Tensor) -> bool:
