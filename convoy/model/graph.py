@@ -146,11 +146,6 @@ class Layer:
         return weight[0] if self.kind == "conv_transpose" else weight[1] * self.groups
 
     @property
-    def normed(self) -> int:
-        """Number of channels of a batch norm."""
-        return self.shape[1 if self.axis else 0]
-
-    @property
     def sums_channels(self) -> bool:
         """Whether its output is a sum over input channels, so that devices may compute partial sums."""
         return self.multiplies and self.groups == 1
@@ -272,11 +267,6 @@ class Graph:
             # A plan is valid in any precision; the other fields are derived, or irrelevant to a plan.
             for name in ("reason", "dtype", "input_entries", "changes_state", "recomputed", "no_gradient_to"):
                 del row[name]
-            # Existing plan files have fingerprints with the older name, and without empty fields.
-            row["each"] = row.pop("called_everywhere")
-            for name in ("each", "cuts"):
-                if not row[name]:
-                    del row[name]
             if row["kind"] == "opaque":
                 # Data-dependent branches may run other operations with another device's weights.
                 row["flop"] = 0

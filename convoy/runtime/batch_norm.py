@@ -22,7 +22,7 @@ class GlobalBatchNorm:
 
     def __init__(self, module: nn.Module, layer: Layer) -> None:
         self.module: Any = module
-        self.channels, self._folded = layer.normed, bool(layer.axis)
+        self.channels, self._folded = layer.shape[layer.axis // 2], layer.axis == 2
         self.dtype: torch.dtype = getattr(torch, layer.dtype)
         # Cached between steps, because the sample counts rarely change.
         self._samples: Sequence[int] = ()
@@ -62,7 +62,7 @@ class GlobalBatchNorm:
         mean = parts @ means
         offsets = means - mean
         variance = parts @ torch.addcmul(variances, offsets, offsets)
-        self._update_running(mean, variance, total)
+        self.update_running(mean, variance, total)
         return Normalisation(mean, variance, (variance + self.module.eps).rsqrt_(), total)
 
     def _fused(self, of: Tensor) -> bool:
@@ -93,10 +93,7 @@ class GlobalBatchNorm:
         )  # fmt: skip
         return Normalisation(mean, None, inverse, total, self._counts)
 
-    def update_again(self, by: "Normalisation") -> None:
-        self._update_running(by.mean, by.inverse_deviation**-2 - self.module.eps, by.count)
-
-    def _update_running(self, mean: Tensor, variance: Tensor, total: int) -> None:
+    def update_running(self, mean: Tensor, variance: Tensor, total: int) -> None:
         m = self.module
         if not m.training or (running_mean := m.running_mean) is None:
             return
@@ -145,9 +142,8 @@ class GlobalBatchNorm:
             shift, slope = (rows.sum(0) / -by.count).view(2, self.channels).mul_(scale).unbind(0)
             gx = self._affine(x, by, slope, shift).addcmul_(g, scale.view(1, -1, *[1] * (x.dim() - 2)))
         own = (("weight", weight, gw), ("bias", bias, gb))
-        return [None if gx is None else gx.view(shape)], {
-            name: g for name, each, g in own if each is not None and each.requires_grad
-        }
+        found = {name: g for name, each, g in own if each is not None and each.requires_grad}
+        return [gx if gx is None else gx.view(shape)], found
 
     def _affine(self, x: Tensor, by: "Normalisation", slope_C: Tensor | None, shift_C: Tensor | None) -> Tensor:
         """Return (x - mean) / deviation * slope + shift per channel, by torch's evaluation kernel: it reads x once."""

@@ -118,9 +118,7 @@ class Executor:
         for number, op in enumerate(computed):
             layer, call = graph[op.layer], self.arithmetic[op.layer].call
             drops = [name for name, user in last.items() if user == number and name not in fused.writes]
-            calls.append(
-                LayerCall(op.layer, op.reads, op.writes[0], call, op.size.samples, layer.differentiable, drops)
-            )
+            calls += [LayerCall(op.layer, op.reads, op.writes[0], call, op.size.samples, layer.differentiable, drops)]
         return BoundSegment(tuple(wants.values()), calls)
 
     # --- forward -----------------------------------------------------------------------------------------------------
@@ -322,7 +320,7 @@ class Executor:
     def _backward_statistics(self, op: ops.Compute, buffers: Buffers, tape: Tape) -> None:
         norm, by = self.norms[op.layer], tape.norms[op.layer]
         if self.traced.graph[op.layer].recomputed:
-            norm.update_again(by)
+            norm.update_running(by.mean, by.inverse_deviation**-2 - norm.module.eps, by.count)
         with self.clock.compute(op.layer, "backward"):
             g = buffers[op.reads[0]] if op.reads else None
             row = (

@@ -132,9 +132,7 @@ class _Parameters(torch.autograd.Function):
         sums = call.program.steps.sums
         # Without a gradient, autograd would call hooks with None here; on one device it does not call them.
         # All hooks wait for the micro-batch that sums.
-        held = _take_hooks(p for p, g in rows if g is None or not sums)
-        if held:
-            _at_end(partial(_give_back, held))
+        _at_end(partial(_give_back, _take_hooks(p for p, g in rows if g is None or not sums)))
         if any(g is not None for g in call.left.values()):
             # A post-accumulate hook may have used and cleared a gradient.
             given = [p for p, g in rows if g is not None and not p._post_accumulate_grad_hooks]

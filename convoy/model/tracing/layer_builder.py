@@ -18,16 +18,7 @@ from convoy.model.operation import BatchExtent, Form, Operation, Ref, Region, Tr
 from convoy.model.split_rules import Call, Known
 from convoy.model.tracing.copies import shared_copy
 from convoy.model.tracing.effects import IN_PLACE, batch_norm_of, called, draws_random
-from convoy.model.tracing.node_values import (
-    BATCHES,
-    NodeValues,
-    Spec,
-    Untraceable,
-    is_batched,
-    is_form,
-    mentions_batch,
-    rows_per_sample,
-)
+from convoy.model.tracing.node_values import BATCHES, NodeValues, Spec, Untraceable, is_form, mentions_batch, rows_in
 from convoy.model.tracing.python_state import is_of_user, subtree
 from convoy.model.tracing.supported_layers import is_batch_norm, known
 from convoy.model.tracing.tracer import Nodes
@@ -83,11 +74,7 @@ class LayerBuilder:
         self._precise = functools.cache(lambda: shared_copy(model).double())
 
     def run(self) -> TracedModel:
-        """Build all layers.
-
-        Raises:
-            Untraceable: a submodule, or the model as a whole, must stay one layer.
-        """
+        """Build all layers. Raise Untraceable if a submodule, or the model as a whole, must stay one layer."""
         nodes, values = self.traced.nodes, self.values
         for node in nodes:
             reads = dict.fromkeys(values.reads[node].values())
@@ -119,17 +106,12 @@ class LayerBuilder:
             for node in self.traced.nodes:
                 values.visit(node, counter)
         read = [n for node in self.traced.nodes if self._is_norm(node) for n in values.reads[node].values()]
-        folded = not folds and any(rows_per_sample(values[n]) > 1 for n in read)
+        folded = not folds and any(rows_in(values[n]) > 1 for n in read)
         return self._values(meta, specs, folds=True) if folded else values
 
     def _is_norm(self, node: fx.Node) -> bool:
         of_module = node.op == "call_module" and is_batch_norm(self.model.get_submodule(str(node.target)))
         return (of_module or node in self._norms) and isinstance(next(iter(node.args), None), fx.Node)
-
-    def _folds(self, node: fx.Node) -> bool:
-        """Return whether a call other than a batch norm reads or makes a tensor with several rows per sample."""
-        touched = (node, *self._waits[node])
-        return not self._is_norm(node) and any(n in self.values.folded for n in touched)
 
     def _keys_of(self, node: fx.Node) -> set[str]:
         module = self._module(node)
@@ -148,7 +130,8 @@ class LayerBuilder:
             for read in self._waits[member]:
                 if read not in group and read not in self._done:
                     self._emit(read, [*above, group])
-        if len(group) > 1 or node in self.values.odd or (tensors_of(self.values[node][0]) and self._folds(node)):
+        folds = not self._is_norm(node) and any(n in self.values.folded for n in (node, *self._waits[node]))
+        if len(group) > 1 or node in self.values.odd or (folds and tensors_of(self.values[node][0])):
             self._add_region(group)
         elif tensors_of(self.values[node][0]) and not is_form(node):
             # A parameter or buffer that only batch norms read, or one region, belongs to their layers.
@@ -176,15 +159,13 @@ class LayerBuilder:
         path = str(node.target) if node.op in ("call_module", "get_attr") else self._norms.get(node)
         name = self._unused_name(path or node.name)
         parameters = self._parameters(node, name)
-        small, large = self.values[node]
-        folded = node in self.values.folded
-        small = self._between(node)
+        small, (_, large), folded = self._between(node), self.values[node], node in self.values.folded
         several, first = not isinstance(small, Tensor), tensors_of(small)[0]
         if several:
             fixed = all(isinstance(a, Tensor) and a.shape == b.shape for a, b in zip(small, large, strict=True))
             batched = not fixed or any(self._layers[i].batched for i in refs)
         else:
-            batched = folded or is_batched((small, large))
+            batched = rows_in(self.values[node]) > 0
         layer = Layer(
             name, "opaque", tuple(refs), tuple(first.shape[batched:]), parameters, flop=self.values.flop[node],
             dtype=dtype_name(first.dtype), differentiable=self.values.passes_gradient(node), several=several, batched=batched,
@@ -265,8 +246,8 @@ class LayerBuilder:
             random=any(draws_random(n) or has_dropout(self._module(n)) for n in calls),
             recomputed=any(n.meta["recomputed"] for n in calls),
         )  # fmt: skip
-        rows = "its first axis is a multiple of the batch" if any(n in values.folded for n in (*folds, *gives)) else ""
-        why = values.odd[odd[0]] if odd else rows or "it is one layer in the other mode"
+        why = "it is one layer in the other mode" if len(group) > 1 else "a sample has several rows of it"
+        why = values.odd[odd[0]] if odd else why
         for path in paths:
             if path in self.traced.whole:
                 why = f"{type(self.model.get_submodule(path)).__name__} stays whole: {self.traced.whole[path]}"
@@ -283,20 +264,17 @@ class LayerBuilder:
         return self.values[node][0] if rows is None else self.values[node][0].unflatten(0, (BATCHES[0], rows))
 
     def _by_row(self, node: fx.Node) -> bool:
-        """Return whether a call reads and makes equally folded tensors, and its kind computes each row separately."""
-        refs, folded = list[str](), self.values.folded
+        """Return whether a call makes as many rows per sample as it reads, and its kind computes each row separately."""
+        refs, rows = list[str](), {self.values.folded.get(n) for n in (node, *self._waits[node]) if n.op != "get_attr"}
         operation = self._operation(node, *self._arguments(node, refs, {}))
-        read = {self._names[n]: self.values[n][0].shape for n in self._waits[node] if n in folded}
-        batched = tuple(self._layers[name].batched for name in refs)
-        alike = {folded.get(n) for n in (node, *self._waits[node]) if n in folded or n is node}
-        if len(alike) > 1 or not read or any(b and name not in read for name, b in zip(refs, batched, strict=True)):
+        if len(rows) > 1 or None in rows:
             return False
-        inputs = tuple(tuple(read.get(name, self._layers[name].shape)) for name in refs)
-        found = known(Call(operation, self._module(node), inputs, batched, tuple(self.values[node][0].shape)))
-        counts = (
-            mentions_batch((operation.args, dict(operation.kwargs))) and found is not None and found.kind != "flatten"
-        )
-        return found is not None and found.trusted and not found.whole_batch and not counts
+        read = [self._layers[name] for name in refs]
+        # The rows of one sample are a batch.
+        shapes, batched = tuple(layer.shape for layer in read), tuple(layer.batched for layer in read)
+        found = known(Call(operation, self._module(node), shapes, batched, tuple(self._between(node).shape[1:])))
+        counts = mentions_batch((operation.args, dict(operation.kwargs)))
+        return found is not None and found.trusted and not found.whole_batch and (found.kind == "flatten" or not counts)
 
     def _arguments(self, node: fx.Node, refs: list[str], at: dict[fx.Node, Ref]) -> tuple[Any, Any]:
         """Return a call's arguments with placeholders. Add the layers that it reads to `refs`; `at`: values in its region."""
@@ -504,13 +482,14 @@ def _regions(
         reads: node -> the nodes whose tensors, or odd numbers, it reads.
         together: groups of nodes that must be in one region for another reason.
 
-    Raises:
-        Untraceable: an odd value is an input or an output of the model.
+    Raise Untraceable if an odd value is an input or an output of the model.
     """
     odd = values.odd
     order = {node: place for place, node in enumerate(nodes)}
     users: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
+    above: dict[fx.Node, int] = {}  # node -> a bit for each node that it depends on, and its own
     for node in nodes:
+        above[node] = functools.reduce(operator.or_, map(above.__getitem__, reads[node]), 1 << order[node])
         for read in reads[node]:
             users[read].append(node)
     groups: dict[fx.Node, set[fx.Node]] = {node: {node} for node in nodes}
@@ -531,16 +510,9 @@ def _regions(
                     _unite(groups, [node, *users[node]])
             current = groups[next(iter(group))]
             # The nodes on paths between two nodes of the group.
-            places = [order[node] for node in current]
-            between = nodes[min(places) : max(places) + 1]
-            after, ahead = set(current), set(current)
-            for node in between:
-                if not after.isdisjoint(reads[node]):
-                    after.add(node)
-            for node in reversed(between):
-                if not ahead.isdisjoint(users[node]):
-                    ahead.add(node)
-            _unite(groups, after & ahead)
+            own = sum(1 << order[node] for node in current)
+            ahead = functools.reduce(operator.or_, map(above.__getitem__, current))
+            _unite(groups, [*current, *(n for n in nodes if above[n] & own and ahead >> order[n] & 1)])
         count = len({id(group) for group in groups.values()})
     result = [sorted(g, key=order.__getitem__) for g in found.values() if len(g) > 1 or not odd.keys().isdisjoint(g)]
     for region in result:

@@ -366,7 +366,7 @@ class NodeValues:
         small, large = pair
         if is_batched(pair):
             return ""
-        if self.folds and (rows := rows_per_sample(pair)):
+        if self.folds and (rows := rows_in(pair)):
             self.folded[node] = rows
             return ""
         if small.shape != large.shape:
@@ -419,10 +419,10 @@ def is_form(node: fx.Node) -> bool:
 
 def is_batched(pair: tuple[Any, Any], sizes: tuple[int, ...] = BATCHES) -> bool:
     """Return whether the first axis is the batch size in both evaluations, and all other axes are equal."""
-    return rows_per_sample(pair, sizes) == 1
+    return rows_in(pair, sizes) == 1
 
 
-def rows_per_sample(pair: tuple[Any, Any], sizes: tuple[int, ...] = BATCHES) -> int:
+def rows_in(pair: tuple[Any, Any], sizes: tuple[int, ...] = BATCHES) -> int:
     """Return the length of the first axis as a multiple of the batch size; 0 if it is none, or if another axis varies."""
     small, large = pair
     if not (isinstance(small, Tensor) and isinstance(large, Tensor)) or small.dim() == 0 or small.dim() != large.dim():

@@ -57,15 +57,7 @@ class Nodes:
 
 
 class GivenUp(Exception):  # noqa: N818 - the next trace knows more
-    """The error if more submodules must stay whole. The caller then traces a new copy of the model, with these whole.
-
-    Attributes:
-        whole: path of each submodule -> the reason.
-    """
-
-    def __init__(self, whole: Mapping[str, str]) -> None:
-        super().__init__()
-        self.whole = whole
+    """The error if more submodules must stay whole, with their paths and reasons. The caller then traces a new copy."""
 
 
 def nodes_of(
@@ -79,23 +71,19 @@ def nodes_of(
         specs: shape and dtype of each tensor of the call. The trace is valid for these, and for its other arguments.
         leaves: path of a submodule to keep whole -> the reason.
 
-    Raises:
-        GivenUp: more submodules must stay whole.
-        Untraceable: torch.fx cannot follow the model's own forward.
+    Raise GivenUp if more submodules must stay whole, Untraceable if torch.fx cannot follow the model's own forward.
     """
     with TRACE_LOCK, torch.enable_grad():
         tracer = _Tracer(model, meta, leaves, call)
         tracer.inputs = dict(zip(call.names, specs, strict=True))
-        failed: Exception | None = None
         try:
             with random_kept(), tracer.following(model), _ConcreteTensors(model, tracer.sizes):
                 tracer.trace(model)
         except Exception as error:
-            failed = error
+            if not tracer.given_up:
+                raise Untraceable(_why(error)) from None
         if tracer.given_up:
             raise GivenUp(tracer.given_up)
-        if failed is not None:
-            raise Untraceable(_why(failed)) from None
     graph = tracer.graph
     # The executor counts a batch norm's batches, once per training step. So the forward must count exactly like this.
     counted = Counter(path for node in graph.nodes if (path := counted_norm(model, node)) is not None)

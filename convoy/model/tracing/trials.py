@@ -22,7 +22,7 @@ from convoy.model.operation import Operation, call_operation
 from convoy.model.tracing.copies import release, shared_copy, written
 from convoy.model.tracing.python_state import REGISTERED, State, changed, random_kept
 
-_PARTS = ((2, 3), (1, 4))
+_PARTS = ([2, 3], [1, 4])
 """Numbers of samples in the parts of a batch of five, which is computed at once and in these parts."""
 _WHOLE = ", so it runs whole on one device"
 _RANDOM_FUNCTIONS = {
@@ -237,13 +237,10 @@ def _compared(model: nn.Module, operation: Operation, inputs: TrialInputs, dtype
         return SampleUse(f"it overwrites its input{_WHOLE}", overwrites=True)
     depends = SampleUse(f"a sample's answer depends on the others{_WHOLE}")
     for parts in _PARTS:
-        start = 0
-        for samples in parts:
-            rows = slice(start, start + samples)
-            some = called([t[rows] if b else t for t, b in zip(batch, inputs.batched, strict=True)], samples)
-            if not equal([t[rows] for t in together], some):
+        for i, samples in enumerate(parts):
+            some = [torch.split(t, parts)[i] if b else t for t, b in zip(batch, inputs.batched, strict=True)]
+            if not equal([torch.split(t, parts)[i] for t in together], called(some, samples)):
                 return depends
-            start += samples
     # Even NaN or infinity in one sample must not change the others. Registered user code may refuse such numbers.
     for odd in () if inputs.registered else (float("nan"), float("inf"), float("-inf")):
         poisoned = [t.clone() for t in batch]
@@ -265,15 +262,7 @@ def has_dropout(module: nn.Module | None) -> bool:
 def check_cuts(
     model: nn.Module, layer: Layer, operation: Operation, inputs: TrialInputs, like: type[nn.Module] | None = None
 ) -> None:
-    """Check that a registered layer computes the same in shards as a whole.
-
-    Args:
-        model: a model with weights, which stays unchanged.
-        like: the class given to `register_layer(like=...)`, if any.
-
-    Raises:
-        InputError: the outputs or the buffers differ.
-    """
+    """Raise InputError unless a registered layer computes the same in shards as a whole, and as the class `like` does."""
     if any(p.is_meta for p in model.parameters()):
         return
     cuts = layer.cuts
