@@ -142,7 +142,7 @@ class GlobalBatchNorm:
             shift, slope = (rows.sum(0) / -by.count).view(2, self.channels).mul_(scale).unbind(0)
             gx = self._affine(x, by, slope, shift).addcmul_(g, scale.view(1, -1, *[1] * (x.dim() - 2)))
         own = (("weight", weight, gw), ("bias", bias, gb))
-        found = {name: g for name, each, g in own if each is not None and each.requires_grad}
+        found: dict[str, Tensor | None] = {n: g for n, each, g in own if each is not None and each.requires_grad}
         return [gx if gx is None else gx.view(shape)], found
 
     def _affine(self, x: Tensor, by: "Normalisation", slope_C: Tensor | None, shift_C: Tensor | None) -> Tensor:

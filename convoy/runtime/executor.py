@@ -2,7 +2,7 @@
 
 import math
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import compress
@@ -16,6 +16,7 @@ from convoy.errors import InputError
 from convoy.layout.layout import Split, holders
 from convoy.model.graph import Graph, Layer
 from convoy.model.operation import TracedModel
+from convoy.model.tracing import StateWatch
 from convoy.model.tracing.python_state import is_of_user, refuse_changes, subtree
 from convoy.plan import device_program as ops
 from convoy.plan.compile import check_programs, compile_all, compile_device, without_gradients
@@ -25,8 +26,9 @@ from convoy.runtime import kernels
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.runtime.clock import Clock
 from convoy.runtime.cuda_graphs import CudaGraphs, Regions, regions_of
-from convoy.runtime.exchange import Buffers, Lane, Slots
-from convoy.runtime.gradients import Found, SegmentSums, Sums, Worker, collect, own_memory, packed, unpack
+from convoy.runtime.exchange import Buffers, Lane
+from convoy.runtime.gradients import Found, SegmentSums, Sums, collect, own_memory, packed, unpack
+from convoy.runtime.model_checks import HookTables
 from convoy.runtime.program import BoundSegment, LayerCall, Program
 from convoy.runtime.weights import GatheredParameters, PlanInUse
 
@@ -70,7 +72,6 @@ class Executor:
         self.group, self.model, self.traced, self.clock, self.gathered = group, model, traced, clock, gathered
         self.arithmetic: dict[str, kernels.Arithmetic] = {}
         self.norms: dict[str, GlobalBatchNorm] = {}
-        self.slots, self._worker = Slots(), Worker("convoy-sums")
         self.expected_s: Expected = by_arithmetic
         self.graphs: CudaGraphs | None = None
         # Cached: `get_parameter` costs the host 2 ms in each step of a ResNet-18.
@@ -147,7 +148,7 @@ class Executor:
         return torch.empty((0, *layer.shape), dtype=getattr(torch, layer.dtype), device=self.group.torch_device)
 
     def _run_forward(self, program: Program, tape: Tape, buffers: Buffers, *, keep: bool) -> None:
-        lane = Lane(self.group, 0, self.slots)
+        lane = Lane(self.group, 0, self.gathered.slots)
         for item in program.forward:
             match item.operations[0]:
                 case ops.Fused() as fused:
@@ -261,7 +262,7 @@ class Executor:
         # For a sharded parameter, earlier micro-batches left a summed shard: add it after the reduce-scatter.
         found: Found = {key: gradient for key, gradient in before.items() if key not in tape.program.into_shares}
         # After a regroup, sums of this backward must not send to the new group.
-        sums = Sums(present(self.group), program.sums, self.slots, self._worker)
+        sums = Sums(present(self.group), program.sums, self.gathered.slots, self.gathered.worker)
         with self.gathered.in_place(program.gathered):
             self._run_backward(program, tape, buffers, found, sums)
         for key in tape.program.into_shares & before.keys():
@@ -287,7 +288,7 @@ class Executor:
         return parameter
 
     def _run_backward(self, program: Program, tape: Tape, buffers: Buffers, found: Found, sums: Sums) -> None:
-        lane = Lane(self.group, 0, self.slots)
+        lane = Lane(self.group, 0, self.gathered.slots)
         for item in program.backward:
             match item.operations[0]:
                 case ops.Fused() as fused:
@@ -423,48 +424,48 @@ CHECKED_DEVICES = 16
 """Largest number of devices whose programs are checked against each other before the first step. More would take seconds."""
 
 StateDevices = dict[str, set[int]]
-"""For each layer that changes its own state, the devices that have run it."""
+"""For each layer that changes its own state, the devices that have run it, in any variant."""
 
 
-class ProgramCache:
-    """The programs of this device for one plan.
-
-    Args:
-        state_devices: shared by successive plans, because layers keep their state when the plan changes.
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The executor, programs and checks for one trace of the model under one plan.
 
     Attributes:
-        programs: by mode, batch size, requested input gradients, and kind of micro-batch.
+        trained: parameters that require a gradient, by key.
+        programs: by batch size, requested input gradients, and kind of micro-batch.
     """
 
-    def __init__(self, in_use: PlanInUse, executors: Mapping[bool, Executor], state_devices: StateDevices) -> None:
-        self._in_use, self._executors, self._state_devices = in_use, executors, state_devices
-        self.programs: dict[tuple[bool, int, tuple[InputGradient, ...], MicroBatch], Program] = {}
+    executor: Executor
+    in_use: PlanInUse
+    tables: HookTables
+    state: StateWatch
+    trained: dict[str, nn.Parameter]
+    state_devices: StateDevices
+    programs: dict[tuple[int, tuple[InputGradient, ...], MicroBatch], Program] = field(default_factory=dict)
 
-    def get(
-        self, training: bool, batch: int, wanted: tuple[InputGradient, ...] = (), kind: MicroBatch = "only"
-    ) -> Program:
+    def program(self, batch: int, wanted: tuple[InputGradient, ...] = (), kind: MicroBatch = "only") -> Program:
         """Return the program for a global batch of this size."""
-        key = (training, batch, wanted, kind)
+        key = (batch, wanted, kind)
         if key not in self.programs:
-            in_use, executor = self._in_use, self._executors[training]
-            graph = executor.traced.graph
+            in_use, graph = self.in_use, self.executor.traced.graph
             kept = {name: layout for name, layout in in_use.layouts.items() if name not in in_use.borrowed}
-            steps = lower(in_use.plans[training], graph, batch, wanted, kept, kind)
+            steps = lower(in_use.plan, graph, batch, wanted, kept, kind)
             self._check_state(steps, graph)
-            if not self.programs and in_use.devices <= CHECKED_DEVICES:
+            if not self.programs and in_use.plan.devices <= CHECKED_DEVICES:
                 check_programs(compile_all(steps, graph))
-            self.programs[key] = executor.program(steps)
+            self.programs[key] = self.executor.program(steps)
         return self.programs[key]
 
     def _check_state(self, steps: StepList, graph: Graph) -> None:
         """Raise InputError if a layer with its own state would run on devices where that state is outdated."""
         for step in steps.phase("forward"):
             if not isinstance(step, ComputeStep) or not (
-                graph[step.layer].changes_state or step.layer in self._state_devices
+                graph[step.layer].changes_state or step.layer in self.state_devices
             ):
                 continue
             here = set(holders(step.writes.layout))
-            before = self._state_devices.setdefault(step.layer, here)
+            before = self.state_devices.setdefault(step.layer, here)
             if here != before if graph[step.layer].changes_state else not here <= before:
                 raise InputError(
                     f"layer {step.layer!r} changes its Python state, buffers or parameters in forward. It ran on the devices "

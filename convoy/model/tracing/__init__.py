@@ -44,7 +44,9 @@ _MOST_SAMPLES = 8
 """The most samples in a trial call of a layer with user code."""
 
 
-def trace(model: nn.Module, example: Example, *, training: bool = True, like: TracedModel | None = None) -> TracedModel:
+def trace(
+    model: nn.Module, example: Example, *, training: bool | None = True, like: TracedModel | None = None
+) -> TracedModel:
     """Trace a model into layers and the operations that compute them. The model itself is not changed.
 
     Args:
@@ -52,9 +54,9 @@ def trace(model: nn.Module, example: Example, *, training: bool = True, like: Tr
             all tensors that it is given is the batch.
         example: a batch, or arguments of forward: by position in a tuple, by name in a dict. Of tensors, also in nested tuples,
             lists, dicts and dataclasses, only shape and dtype matter; other values are constants.
-        training: trace the model in training (dropout, batch statistics, auxiliary outputs) or in evaluation.
-        like: a trace of the same model in the other mode. Calls that form one layer there also form one here, so that both
-            modes have the parameters in the same layers.
+        training: trace the model in training (dropout, batch statistics, auxiliary outputs) or in evaluation; None: as it is.
+        like: another trace of the same model. Calls that form one layer there also form one here, so that both have the
+            parameters in the same layers.
 
     Raises:
         InputError: the model cannot be copied or traced, does not run on the example, or returns values other than tensors.
@@ -95,8 +97,8 @@ def trace(model: nn.Module, example: Example, *, training: bool = True, like: Tr
     return traced
 
 
-def _copied(model: nn.Module, training: bool) -> nn.Module:
-    """Return a copy on the CPU, in training or evaluation mode, without the user's hooks, which must not run in a trace."""
+def _copied(model: nn.Module, training: bool | None) -> nn.Module:
+    """Return a copy on the CPU, in this mode (None: unchanged), without the user's hooks, which must not run in a trace."""
     try:
         local = copied(model, shared_parameters(model))
         local = local if _is_on_meta(local) else local.cpu()
@@ -114,7 +116,9 @@ def _copied(model: nn.Module, training: bool) -> nn.Module:
                     del hooks[number]
         if kinds:
             module.register_forward_hook(lambda *_: None)
-    if not training or not local.training:  # in a model that is training, submodules in evaluation mode stay so
+    if training is not None and not (
+        training and local.training
+    ):  # in a model that is training, submodules in evaluation mode stay so
         local.train(training)
     return local
 
