@@ -1,6 +1,7 @@
 """Adapts an optimizer and a DataLoader that were made for one device to a distributed model."""
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -17,7 +18,9 @@ from convoy.checkpoint.tensors import ModelShards
 from convoy.comm.control_messages import agree_on, from_first
 from convoy.errors import InputError
 from convoy.machine.accelerator import bring, random_state_kept
+from convoy.model.graph import Layer
 from convoy.model.nested import Arguments, Example, map_tensors, tensors_of
+from convoy.model.tracing import trace, unwrapped
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described
 from convoy.runtime.shards import check_not_distributed, guard_state
@@ -235,6 +238,36 @@ def check_prepared(model: object, optimizer: object, loader: Any, more: Sequence
     is_dataset = not isinstance(loader, DataLoader) and hasattr(loader, "__getitem__")
     for each in more if is_dataset else (loader, *more):
         check_loader(each)
+
+
+def check(model: nn.Module, optimizer: Any, loaders: Sequence[Any], batch_size: int | None, call: Any) -> None:
+    """Raise InputError for arguments that `prepare` cannot take over. Under `convoy run --check`, print all and exit."""
+    if not os.environ.get("CONVOY_CHECK"):
+        return check_prepared(model, optimizer, loaders[0], loaders[1:])
+    refused: list[str] = []
+
+    def tried(work: Callable[..., Any], *given: Any) -> Any:
+        try:
+            return work(*given)
+        except InputError as error:
+            refused.append(f"refused: {error}")
+
+    def layers() -> list[Layer]:
+        example = example_of(first_batch(in_batches(loaders[0], batch_size)), unwrapped(model), call)
+        return [*trace(model, example).graph.layers.values()]
+
+    tried(check_prepared, model, optimizer, loaders[0], ())
+    found = [] if refused else tried(layers) or []
+    for each in loaders[1:]:
+        tried(check_loader, each)
+    if isinstance(optimizer, Optimizer) and isinstance(model, nn.Module):
+        tried(state_rows, optimizer, {p: name for name, p in unwrapped(model).named_parameters()})
+    flop = sum(layer.flop for layer in found) or 1
+    whole = [each for each in found if each.kind == "opaque" and not each.per_sample]
+    lines = [f"not split: {each.flop / flop:.0%} of the arithmetic, {each.name!r}: {each.reason}" for each in whole]
+    lines.append(f"checked prepare: {len(refused)} refused, {len(whole)} layers not split")
+    print("\n".join(refused + lines), flush=True)
+    raise SystemExit(bool(refused))
 
 
 def in_batches(loader: DataLoader[Any] | Dataset[Any], batch_size: int | None) -> DataLoader[Any]:
