@@ -228,7 +228,7 @@ class Distributed(nn.Module):
         self._traces.clear()  # a joining device has none
         self._make_ready()
         for parameter in self.parameters():
-            shards.mark_unsummed(parameter, False)
+            setattr(parameter, shards.UNSUMMED, False)
 
     def _set_plan(self, plan: Plan) -> None:
         trained, evaluated = self.traced[True].graph, self.traced[False].graph

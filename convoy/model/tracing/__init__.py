@@ -91,6 +91,9 @@ def trace(
             "forward with x = x.clone(), for the same behaviour on one device",
             stacklevel=2,
         )
+    if training and any(layer.recomputed for layer in traced.graph.layers.values()):
+        note = "checkpoints activations. The distributed model computes the same numbers, but keeps them in memory"
+        warnings.warn(f"{type(inner).__name__} {note}", stacklevel=2)
     return traced
 
 
@@ -204,7 +207,7 @@ class _Capture:
                 try:
                     traced, more = self._traced()
                 except GivenUp as found:
-                    more = found.whole
+                    more = found.args[0]
                 except Untraceable as reason:
                     if reason.where in self.whole:
                         raise
