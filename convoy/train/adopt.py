@@ -21,13 +21,12 @@ from convoy.machine.accelerator import bring, random_state_kept
 from convoy.model.graph import Layer
 from convoy.model.nested import Arguments, Example, map_tensors, tensors_of
 from convoy.model.tracing import trace, unwrapped
+from convoy.runtime.model_checks import ModelChecks, hook_tables
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described
-from convoy.runtime.shards import check_not_distributed, guard_state
+from convoy.runtime.shards import ELEMENTWISE, check_not_distributed, guard_state
 from convoy.train.loader import SHARED_MEMORY, Loader, end_workers
 from convoy.train.random_states import generators_in, read_states, set_states
-
-# --- the optimizer ---------------------------------------------------------------------------------------------------
 
 
 def state_rows(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Mapping[str, Mapping[str, Any]]:
@@ -86,9 +85,6 @@ def rebind(
         optimizer.state.pop(parameter, None)
         if name in state:
             optimizer.state[shards[name]] = state[name]
-
-
-# --- the loader ------------------------------------------------------------------------------------------------------
 
 
 class AdoptedLoader(Loader):
@@ -253,8 +249,11 @@ def check(model: nn.Module, optimizer: Any, loaders: Sequence[Any], batch_size: 
             refused.append(f"refused: {error}")
 
     def layers() -> list[Layer]:
-        example = example_of(first_batch(in_batches(loaders[0], batch_size)), unwrapped(model), call)
-        return [*trace(model, example).graph.layers.values()]
+        inner = unwrapped(model)
+        traced = trace(inner, example_of(first_batch(in_batches(loaders[0], batch_size)), inner, call))
+        checks = ModelChecks(inner)
+        tried(checks.check, hook_tables(inner, traced, 2), dict.fromkeys(checks.held, True))
+        return [*traced.graph.layers.values()]
 
     tried(check_prepared, model, optimizer, loaders[0], ())
     found = [] if refused else tried(layers) or []
@@ -265,6 +264,8 @@ def check(model: nn.Module, optimizer: Any, loaders: Sequence[Any], batch_size: 
     flop = sum(layer.flop for layer in found) or 1
     whole = [each for each in found if each.kind == "opaque" and not each.per_sample]
     lines = [f"not split: {each.flop / flop:.0%} of the arithmetic, {each.name!r}: {each.reason}" for each in whole]
+    if isinstance(optimizer, Optimizer) and type(optimizer) not in ELEMENTWISE:
+        lines.append(f"{type(optimizer).__name__}: only with plans that copy parameters ('data', 'data-by-speed')")
     lines.append(f"checked prepare: {len(refused)} refused, {len(whole)} layers not split")
     print("\n".join(refused + lines), flush=True)
     raise SystemExit(bool(refused))

@@ -54,6 +54,16 @@ def test_all_refusals_are_listed_in_one_run(capsys: pytest.CaptureFixture[str]) 
     assert lines[-1] == "checked prepare: 3 refused, 0 layers not split"
 
 
+def test_hooks_and_optimizers_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    model = net()
+    model[0].register_full_backward_hook(lambda *_: None)
+    model = nn.Sequential(model, nn.Identity())
+    status, lines = checked(capsys, model, torch.optim.LBFGS(model.parameters()), DataLoader(images(), 5))
+    assert status == 1
+    assert "module '0.0' has a backward hook" in lines[0]
+    assert lines[-2] == "LBFGS: only with plans that copy parameters ('data', 'data-by-speed')"
+
+
 def test_command_runs_the_script_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
 
