@@ -17,10 +17,10 @@ from convoy.layout.layout import Split, holders
 from convoy.model.graph import Graph, Layer
 from convoy.model.operation import TracedModel
 from convoy.model.tracing import StateWatch
-from convoy.model.tracing.python_state import is_of_user, refuse_changes, subtree
+from convoy.model.tracing.python_state import State, is_of_user, refuse_changes, subtree
 from convoy.plan import device_program as ops
 from convoy.plan.compile import check_programs, compile_all, compile_device, without_gradients
-from convoy.plan.lower import lower
+from convoy.plan.lower import lower, trains
 from convoy.plan.steps import ComputeStep, InputGradient, MicroBatch, Phase, StepList, Value
 from convoy.runtime import kernels
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
@@ -80,11 +80,12 @@ class Executor:
             if layer.kind == "input":
                 continue
             run = self.arithmetic[name] = kernels.arithmetic(model, layer, traced.operations[name])
+            inside = dict(ChainMap(*(subtree(model, path) for path in traced.operations[name].modules)))
             if layer.everywhere:
-                run.call = partial(_call_checked, layer, run.call)
+                roots = trains(traced.graph) if "requires_grad" in State(inside).names else {*layer.inputs}
+                run.call = partial(_call_checked, layer, roots, run.call)
             elif not (layer.per_sample or layer.changes_state) and is_of_user(traced.operations[name], model):
-                inside = [subtree(model, path) for path in traced.operations[name].modules]
-                run.call = refuse_changes(name, dict(ChainMap(*inside)), run.call)
+                run.call = refuse_changes(name, inside, run.call)
             if layer.kind == "batch_norm":
                 self.norms[name] = GlobalBatchNorm(model.get_submodule(str(traced.operations[name].target)), layer)
                 if layer.recomputed and layer.statistics:
@@ -100,9 +101,7 @@ class Executor:
         computed = [s for s in with_gradients.phase("backward") if isinstance(s, ComputeStep) and s.part != "input"]
         reached = tuple(dict.fromkeys(p.key for step in computed for p in graph[step.layer].trainable))
         program = Program(steps, made, graph, reached)
-        for op in made.forward:
-            if isinstance(op, ops.Fused):
-                program.segments[op.number] = self._segment(op)
+        program.segments.update((op.number, self._segment(op)) for op in made.forward if isinstance(op, ops.Fused))
         return program
 
     def _segment(self, fused: ops.Fused) -> BoundSegment:
@@ -379,11 +378,12 @@ class Executor:
                     collect(found, parameter.key, own.get(key))
 
 
-def _call_checked(layer: Layer, call: Callable[..., Any], inputs: Sequence[Any], samples: int) -> Any:
+def _call_checked(layer: Layer, roots: set[str], call: kernels.Call, inputs: Sequence[Any], samples: int) -> Any:
     """Call a layer with its hooks, which the trace did not run. They may change values, but not shapes."""
     if torch.is_grad_enabled():
-        # Each input is a root, which refuses the backward of a tensor that a hook kept.
-        inputs = [x if x.requires_grad or not x.is_floating_point() else kernels.enter(x) for x in inputs]
+        # A root refuses the backward of a tensor that a hook kept.
+        rows = [(x, name in roots and x.is_floating_point()) for name, x in zip(layer.inputs, inputs, strict=True)]
+        inputs = [kernels.enter(x) if enters and not x.requires_grad else x for x, enters in rows]
     y = call(inputs, samples)
     first = y[0] if layer.several and isinstance(y, tuple | list) and y else y
     found = tuple(first.shape) if isinstance(first, Tensor) else type(first).__name__

@@ -231,9 +231,6 @@ class _Capture:
         builder = LayerBuilder(self.model, self.meta, nodes, self.specs, self.together, self.elsewhere, self.samples)
         traced = builder.run()
         self.overwrites = builder.values.overwrites
-        opaque = [name for name, layer in traced.graph.layers.items() if layer.kind == "opaque"]
-        if opaque and _is_on_meta(self.model):
-            raise self._needs_weights(opaque[0])
         # A module must stay whole if its code may read an attribute that another forward changes.
         keys = {changed.strip("'").rpartition(".")[2] for changed in builder.changed.values() if changed}
         named = {path: State({path: self.model.get_submodule(path)}).names & keys for path in nodes.seen if keys}

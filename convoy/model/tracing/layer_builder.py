@@ -406,6 +406,8 @@ class LayerBuilder:
         """
         if not layer.batched:
             return replace(layer, reason="it has no batch axis, so every device makes it")
+        if any(p.is_meta for p in self.model.parameters()):
+            raise Untraceable(layer.name)
         inputs, kept = self._trial_inputs(layer, registered=registered), ""
         if is_of_user(operation, self.model):
             inside = {path: m for each in modules for path, m in subtree(self.model, each).items()}
