@@ -159,6 +159,17 @@ def test_tensors_without_the_axis_of_the_batch_are_refused_by_name() -> None:
         prepared(lambda model, batch: model(batch[0], torch.ones(6)))
 
 
+class OfBatch(nn.Module):
+    def forward(self, batch: Any) -> Any:
+        return {"out": batch[0]}
+
+
+def test_an_argument_may_be_named_batch_and_call_may_use_the_result() -> None:
+    batch = next(iter(DataLoader(images(), 5)))
+    model = prepared(lambda model, batch: model(batch=batch)["out"].sum(), OfBatch())
+    assert torch.equal(model(batch=batch)["out"], batch[0])
+
+
 def test_a_call_that_leaves_the_model_out_is_refused() -> None:
     with pytest.raises(InputError, match="does not call its first argument"):
         prepared(lambda _model, batch: batch[0])
