@@ -103,7 +103,12 @@ def local_inputs(inputs: StepInputs, steps: StepList, graph: Graph, group: Group
     for x, value, whole in zip(inputs.tensors, steps.inputs, inputs.wholes, strict=True):
         expected = value.shape if whole else local_shape(value.layout, device, value.shape)
         if tuple(x.shape) != expected:
-            raise _misshapen(group.ids[device], tuple(x.shape), expected, inputs)
+            source = "the loader's last batch" if inputs.announced else "the global batch"
+            raise InputError(
+                f"device {group.ids[device]} got an input of shape {tuple(x.shape)}; {source} had {inputs.batch} samples, "
+                f"and its local batch is {expected}. Give your own DataLoader to convoy.prepare or convoy.loader, or call "
+                "model(x, batch=n) with the size of the global batch; if every device has all of it, model(x, whole=True)"
+            )
         dtype = graph[value.layer].dtype
         casts = x.is_floating_point() and torch.is_autocast_enabled(x.device.type)
         if x.dtype != getattr(torch, dtype) and not casts:
@@ -116,16 +121,6 @@ def local_inputs(inputs: StepInputs, steps: StepList, graph: Graph, group: Group
             x = x.detach()[tuple(slice(*span) for span in here) if here is not None else (slice(0, 0),)]
         parts.append(x)
     return parts
-
-
-def _misshapen(device: int, shape: Shape, expected: Shape, inputs: StepInputs) -> InputError:
-    what = f"device {device} got an input of shape {shape}"
-    source = "the loader's last batch" if inputs.announced else "the global batch"
-    return InputError(
-        f"{what}; {source} had {inputs.batch} samples, and its local batch is {expected}. Give your own DataLoader to "
-        "convoy.prepare or convoy.loader, or call model(x, batch=n) with the size of the global batch; if every device has all "
-        "of it: model(x, whole=True)"
-    )
 
 
 # --- outputs -----------------------------------------------------------------------------------------------------------

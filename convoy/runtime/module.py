@@ -139,7 +139,7 @@ class Distributed(nn.Module):
             return torch.compiler.disable(self._step)(inputs, batch, whole, others)  # type: ignore[no-untyped-call]
         return self._step(inputs, batch, whole, others)
 
-    def _step(self, inputs: tuple[Any, ...], batch: int | None, whole: bool, others: dict[str, Any]) -> Any:
+    def _step(self, inputs: tuple[Any, ...], batch: Any, whole: bool, others: dict[str, Any]) -> Any:
         if self.stale:
             raise StaleBatchError("the devices have changed since this batch was loaded: the loader returns it again")
         if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
@@ -147,6 +147,8 @@ class Distributed(nn.Module):
                 "DistributedDataParallel around a distributed model, which sums gradients itself: remove that wrapper"
             )
         self.weights.check_loaded()
+        if not isinstance(batch, int | None):  # the model's own argument of this name
+            others, batch = {**others, "batch": batch}, None
         call, tensors = self.traced[True].call.read(self.module, inputs, others)
         whole = whole or (self.takes_whole and batch is None and not self._announced)
         given = read_inputs(tensors, batch, whole, self._announced)

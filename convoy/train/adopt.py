@@ -20,7 +20,7 @@ from convoy.errors import InputError
 from convoy.machine.accelerator import bring, random_state_kept
 from convoy.model.graph import Layer
 from convoy.model.nested import Arguments, Example, map_tensors, tensors_of
-from convoy.model.tracing import trace, unwrapped
+from convoy.model.tracing import check_parameters, trace, unwrapped
 from convoy.runtime.model_checks import ModelChecks, hook_tables
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described
@@ -59,8 +59,7 @@ def rebind(
     optimizers differ in settings, or in parameters of other modules.
 
     Args:
-        names: the model's parameters as they were before it was distributed.
-        before: from `state_rows`.
+        names, before: the model's parameters as they were before it was distributed, and their `state_rows`.
     """
     guard_state(optimizer)
     parts, shards = ModelShards.of(part), dict(part.named_parameters())
@@ -226,6 +225,7 @@ def check_prepared(model: object, optimizer: object, loader: Any, more: Sequence
     """Raise InputError for arguments that `prepare` cannot take over."""
     if isinstance(model, nn.Module):
         check_not_distributed(model)
+        check_parameters(unwrapped(model))
     for name, given, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer | None)):
         if not isinstance(given, kind):
             raise InputError(
@@ -327,9 +327,8 @@ def first_batch(source: DataLoader[Any]) -> Any:
     def form(loaded: Any) -> Any:
         return map_tensors(source.collate_fn(loaded), lambda t: t.detach().new_zeros(()).expand(t.shape))
 
-    options: Any = {"num_workers": 1, "multiprocessing_context": "fork", "timeout": 20.0}
-    if type(source.dataset) is TensorDataset and source.collate_fn is default_collate:
-        options = {}
+    plain = type(source.dataset) is TensorDataset and source.collate_fn is default_collate
+    options: Any = {} if plain else {"num_workers": 1, "multiprocessing_context": "fork", "timeout": 20.0}
     once = DataLoader(source.dataset, 2, sampler=rows, collate_fn=form, generator=torch.Generator(), **options)
     try:
         batch = next(iter(once))
@@ -350,8 +349,12 @@ def example_of(batch: Any, model: nn.Module, call: Callable[[Any, Any], object] 
     """
     if call is not None:
         given: list[Arguments] = []
-        with random_state_kept(torch.device("cpu")):
-            call(lambda *args, **kwargs: given.append(Arguments(args, kwargs)), batch)
+        try:
+            with random_state_kept(torch.device("cpu")):
+                call(lambda *args, **kwargs: given.append(Arguments(args, kwargs)), batch)
+        except Exception:  # such as an item of the model's result, which is None here
+            if not given:
+                raise
         if not given:
             raise InputError("call= of prepare does not call its first argument, the model: call it as the loop does")
         return given[0]

@@ -62,6 +62,7 @@ def trace(
         InputError: the model cannot be copied or traced, does not run on the example, or returns values other than tensors.
     """
     inner = unwrapped(model)
+    check_parameters(inner)
     call, examples = CallForm.of(inner, example)
     lengths = {e.shape[:1] for e in examples}
     if len(lengths) != 1 or torch.Size() in lengths:
@@ -70,7 +71,6 @@ def trace(
             f"the example must be one batch: tensors whose first axis is the batch, not {shapes or 'none'}; give e.g. x[:2], "
             "and keep tensors without that axis in buffers of the model"
         )
-    _check_parameters(inner)
     state = State(dict(inner.named_modules()))
     with TRACE_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the model's own warnings appear again in training
@@ -135,7 +135,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def _check_parameters(model: nn.Module) -> None:
+def check_parameters(model: nn.Module) -> None:
     for key, t in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(t):
             raise InputError(
