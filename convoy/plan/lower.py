@@ -270,7 +270,7 @@ class _Lowering:
             return None
         # Use the plan's batch: a device without samples in this (smaller) batch still updates its running statistics.
         members = parameter_holders(layer, self.nominal[layer.name].gives, self.plan.devices)
-        groups = layer.normalised * self.batch or layer.shape[0]
+        groups = layer.normalised * self.batch or layer.shape[layer.axis // 2]
         return (2 * groups, members) if len(members) > 1 else None
 
     def _version(self, name: str, layout: Layout, chunks: int = 1) -> Value:

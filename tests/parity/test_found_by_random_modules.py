@@ -304,20 +304,6 @@ def test_stories(story: str) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
-def test_a_part_that_train_thaws_is_refused() -> None:
-    """Frozen when it was distributed, thawed by model.train(): its batch norm went on by what it had noted."""
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), Asking(lambda _, x: x), nn.BatchNorm2d(4)).double()
-    model[1] = nn.Sequential(nn.BatchNorm2d(4), nn.Dropout(0.5)).double().eval()
-
-    def step(call: Callable[[int], Tensor], here: Distributed) -> None:
-        call(6)
-        here.train()
-        call(6)
-
-    with pytest.raises(InputError, match=r"module '1.0' was thawed after distribute"):
-        on_two(model, step)
-
-
 def test_one_sample_whose_axes_were_permuted_before_a_batch_norm() -> None:
     """Of seed 22138: on the device with one sample of five, torch took its strides for channels-last in the backward of the
     batch norm, and not in the forward; the gradients of what stood before were wrong by 1e-3."""

@@ -44,7 +44,9 @@ _MOST_SAMPLES = 8
 """The most samples in a trial call of a layer with user code."""
 
 
-def trace(model: nn.Module, example: Example, *, training: bool = True, like: TracedModel | None = None) -> TracedModel:
+def trace(
+    model: nn.Module, example: Example, *, training: bool | None = True, like: TracedModel | None = None
+) -> TracedModel:
     """Trace a model into layers and the operations that compute them. The model itself is not changed.
 
     Args:
@@ -52,14 +54,15 @@ def trace(model: nn.Module, example: Example, *, training: bool = True, like: Tr
             all tensors that it is given is the batch.
         example: a batch, or arguments of forward: by position in a tuple, by name in a dict. Of tensors, also in nested tuples,
             lists, dicts and dataclasses, only shape and dtype matter; other values are constants.
-        training: trace the model in training (dropout, batch statistics, auxiliary outputs) or in evaluation.
-        like: a trace of the same model in the other mode. Calls that form one layer there also form one here, so that both
-            modes have the parameters in the same layers.
+        training: trace the model in training (dropout, batch statistics, auxiliary outputs) or in evaluation; None: as it is.
+        like: another trace of the same model. Calls that form one layer there also form one here, so that both have the
+            parameters in the same layers.
 
     Raises:
         InputError: the model cannot be copied or traced, does not run on the example, or returns values other than tensors.
     """
     inner = unwrapped(model)
+    check_parameters(inner)
     call, examples = CallForm.of(inner, example)
     lengths = {e.shape[:1] for e in examples}
     if len(lengths) != 1 or torch.Size() in lengths:
@@ -68,7 +71,6 @@ def trace(model: nn.Module, example: Example, *, training: bool = True, like: Tr
             f"the example must be one batch: tensors whose first axis is the batch, not {shapes or 'none'}; give e.g. x[:2], "
             "and keep tensors without that axis in buffers of the model"
         )
-    _check_parameters(inner)
     state = State(dict(inner.named_modules()))
     with TRACE_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the model's own warnings appear again in training
@@ -89,11 +91,14 @@ def trace(model: nn.Module, example: Example, *, training: bool = True, like: Tr
             "forward with x = x.clone(), for the same behaviour on one device",
             stacklevel=2,
         )
+    if training and any(layer.recomputed for layer in traced.graph.layers.values()):
+        note = "checkpoints activations. The distributed model computes the same numbers, but keeps them in memory"
+        warnings.warn(f"{type(inner).__name__} {note}", stacklevel=2)
     return traced
 
 
-def _copied(model: nn.Module, training: bool) -> nn.Module:
-    """Return a copy on the CPU, in training or evaluation mode, without the user's hooks, which must not run in a trace."""
+def _copied(model: nn.Module, training: bool | None) -> nn.Module:
+    """Return a copy on the CPU, in this mode (None: unchanged), without the user's hooks, which must not run in a trace."""
     try:
         local = copied(model, shared_parameters(model))
         local = local if _is_on_meta(local) else local.cpu()
@@ -111,7 +116,9 @@ def _copied(model: nn.Module, training: bool) -> nn.Module:
                     del hooks[number]
         if kinds:
             module.register_forward_hook(lambda *_: None)
-    if not training or not local.training:  # in a model that is training, submodules in evaluation mode stay so
+    if training is not None and not (
+        training and local.training
+    ):  # in a model that is training, submodules in evaluation mode stay so
         local.train(training)
     return local
 
@@ -128,7 +135,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def _check_parameters(model: nn.Module) -> None:
+def check_parameters(model: nn.Module) -> None:
     for key, t in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(t):
             raise InputError(
@@ -200,7 +207,7 @@ class _Capture:
                 try:
                     traced, more = self._traced()
                 except GivenUp as found:
-                    more = found.whole
+                    more = found.args[0]
                 except Untraceable as reason:
                     if reason.where in self.whole:
                         raise
@@ -224,9 +231,6 @@ class _Capture:
         builder = LayerBuilder(self.model, self.meta, nodes, self.specs, self.together, self.elsewhere, self.samples)
         traced = builder.run()
         self.overwrites = builder.values.overwrites
-        opaque = [name for name, layer in traced.graph.layers.items() if layer.kind == "opaque"]
-        if opaque and _is_on_meta(self.model):
-            raise self._needs_weights(opaque[0])
         # A module must stay whole if its code may read an attribute that another forward changes.
         keys = {changed.strip("'").rpartition(".")[2] for changed in builder.changed.values() if changed}
         named = {path: State({path: self.model.get_submodule(path)}).names & keys for path in nodes.seen if keys}
@@ -340,7 +344,8 @@ class _Capture:
         return InputError(
             f"{name} does not run on the example. Called with {BATCHES[0]} and {BATCHES[1]} random samples of shape "
             f"{samples}{hooks}: {first_line(errors[0])}. Called with the {shapes[0][0]} samples of the example{hooks}: "
-            f"{first_line(errors[-1])}. Give one batch of each of its inputs, as its forward takes them; of one sample, x[None]"
+            f"{first_line(errors[-1])}. Give one batch of each of its inputs, as its forward takes them (prepare: by "
+            "call=); of one sample, x[None]"
             + ("; forward cannot read what a hook has recorded: return it, or keep it in a variable" if hooks else "")
         )
 
