@@ -429,23 +429,32 @@ class ProgramCache:
         state_devices: shared by successive plans, because layers keep their state when the plan changes.
 
     Attributes:
-        programs: by mode, batch size, requested input gradients, and kind of micro-batch.
+        programs: by submodule (see `TracedModel.live`), mode, batch size, requested input gradients, kind of micro-batch.
     """
 
     def __init__(self, in_use: PlanInUse, executors: Mapping[bool, Executor], state_devices: StateDevices) -> None:
         self._in_use, self._executors, self._state_devices = in_use, executors, state_devices
-        self.programs: dict[tuple[bool, int, tuple[InputGradient, ...], MicroBatch], Program] = {}
+        self.programs: dict[tuple[str, bool, int, tuple[InputGradient, ...], MicroBatch], Program] = {}
 
     def get(
-        self, training: bool, batch: int, wanted: tuple[InputGradient, ...] = (), kind: MicroBatch = "only"
+        self,
+        training: bool,
+        batch: int,
+        wanted: tuple[InputGradient, ...] = (),
+        kind: MicroBatch = "only",
+        of: TracedModel | None = None,
     ) -> Program:
-        """Return the program for a global batch of this size."""
-        key = (training, batch, wanted, kind)
+        """Return the program for a global batch of this size; `of`: of a split submodule only."""
+        executor = self._executors[training]
+        traced = of or executor.traced
+        key = (traced.path, training, batch, wanted, kind)
         if key not in self.programs:
-            in_use, executor = self._in_use, self._executors[training]
-            graph = executor.traced.graph
+            in_use, graph = self._in_use, traced.graph
+            plan = in_use.plans[training]
+            if traced.path:
+                plan = plan.restricted(graph)
             kept = {name: layout for name, layout in in_use.layouts.items() if name not in in_use.borrowed}
-            steps = lower(in_use.plans[training], graph, batch, wanted, kept, kind)
+            steps = lower(plan, graph, batch, wanted, kept, kind)
             self._check_state(steps, graph)
             if not self.programs and in_use.devices <= CHECKED_DEVICES:
                 check_programs(compile_all(steps, graph))

@@ -9,7 +9,7 @@ The devices also compare model, plan, global batches, losses and copies of param
 results. They compare batches and losses at steps 1, 2, 4, 8, ... and at the first batch of each size, up to rounding.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +24,7 @@ from convoy.layout.layout import Replicated, everywhere
 from convoy.machine.accelerator import in_float64
 from convoy.model.tracing import TracedModel
 from convoy.model.tracing.copies import KINDS, ON_PARAMETERS, on_weights
+from convoy.model.tracing.live import is_inside
 from convoy.plan.plan import Plan
 from convoy.plan.steps import MicroBatch, StepList, Value
 from convoy.runtime.batches import StepInputs
@@ -36,12 +37,14 @@ class ModelChecks:
     """The checks of one model before every step.
 
     Attributes:
-        trained: parameters that require a gradient, by key.
+        trained: parameters that require a gradient, by key, without those `outside` of the plan.
     """
 
-    def __init__(self, model: nn.Module, traced: Mapping[bool, TracedModel], devices: int) -> None:
+    def __init__(
+        self, model: nn.Module, traced: Mapping[bool, TracedModel], devices: int, outside: Container[str] = ()
+    ) -> None:
         self._model = model
-        held = dict(model.named_parameters())
+        held = {key: p for key, p in model.named_parameters() if key not in outside}
         self._dtypes = {key: p.dtype for key, p in held.items()}
         self.trained = {key: p for key, p in held.items() if p.requires_grad}
         self._parameters = [
@@ -119,6 +122,8 @@ def _hook_tables(model: nn.Module, traced: TracedModel, devices: int) -> tuple[_
     never: _Tables = []
     of_torch: _Tables = []
     for path, module in model.named_modules():
+        if traced.live is not None and not is_inside(path, [part.path for part in traced.live]):
+            continue  # every device calls it with the global batch
         live = [everywhere for whole, everywhere in called if whole in ("", path) or path.startswith(f"{whole}.")]
         for kind in KINDS:
             if live and (devices == 1 or (any(live) and "forward" in kind)):
@@ -155,6 +160,8 @@ INTERVAL = 1024  # largest number of steps between two comparisons
 def check_same_start(group: Group, traced: TracedModel, plan: Plan) -> None:
     """Raise MismatchError if the devices have different models, plans or versions. Every device must call it."""
     texts = {"model": traced.graph.fingerprint, "plan": plan.to_json(), "version of Convoy": __version__}
+    if traced.live is not None:  # unlike devices may round to another decision
+        texts["type of device (this model's own forward runs on all)"] = group.torch_device.type
     for what, text in texts.items():
         agree_on(group, f"distribute:{what}", text, f"started with another {what}")
     agree_on_modes(group)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from convoy.comm.group import Group
 from convoy.errors import ConvoyError, InputError
-from convoy.layout.layout import Layout, Replicated
+from convoy.layout.layout import Layout, Replicated, everywhere
 from convoy.model.nested import Example
 from convoy.model.operation import fill
-from convoy.model.tracing import StateWatch, disable_in_place, trace, unwrapped
+from convoy.model.tracing import StateWatch, TracedModel, disable_in_place, trace, unwrapped
 from convoy.model.tracing.copies import copied
 from convoy.plan.plan import Plan
 from convoy.plan.steps import StepList, Value
@@ -27,7 +27,9 @@ from convoy.runtime.clock import Clock
 from convoy.runtime.cuda_graphs import CudaGraphs, can_capture
 from convoy.runtime.executor import Executor, Expected, ProgramCache, StateDevices
 from convoy.runtime.gradients import global_norm
+from convoy.runtime.kernels import under_autocast
 from convoy.runtime.model_checks import Comparisons, ModelChecks, check_copies, check_same_start
+from convoy.runtime.outer import FirstDevice, SplitForward, outside_keys
 from convoy.runtime.program import Program
 from convoy.runtime.step_node import Accumulation, StepCall
 from convoy.runtime.weights import GatheredParameters, Weights, copied_without_weights, parameters_of, plan_in_use
@@ -140,28 +142,43 @@ class Distributed(nn.Module):
                 "DistributedDataParallel around a distributed model, which sums gradients itself: remove that wrapper"
             )
         self.weights.check_loaded()
-        training, traced, graph = self.training, self.traced[self.training], self.traced[self.training].graph
-        tensors = traced.call.tensors(self.module, inputs, others)
-        whole = whole or (self.takes_whole and batch is None and not self._announced)
-        given = read_inputs(tensors, batch, whole, self._announced)
-        program = self._programs.get(training, given.batch, given.wanted, self._accumulation.kind())
+        traced = self.traced[self.training]
+        borrowing: AbstractContextManager[None] = nullcontext() if self.training else self.weights.borrowing()
+        with borrowing:
+            if traced.live is not None:
+                with under_autocast(self.precision, self.group.torch_device.type):
+                    return self.module(*inputs, **others)
+            tensors = traced.call.tensors(self.module, inputs, others)
+            whole = whole or (self.takes_whole and batch is None and not self._announced)
+            return self._run(traced, tensors, batch, whole)
+
+    def _run(self, traced: TracedModel, tensors: Sequence[Tensor], batch: int | None, whole: bool) -> Any:
+        """Run one step of the model, or of a split submodule. Return its outputs for the global batch."""
+        given, graph = read_inputs(tensors, batch, whole, self._announced), traced.graph
+        program = self._programs.get(self.training, given.batch, given.wanted, self._accumulation.kind(), traced)
         parts = local_inputs(given, program.steps, graph, self.group)
-        compares = self._comparisons.check_inputs(training, program.steps, given)
-        self._checks.check(training, self._in_use.whole)
-        self._states[training].check()
+        compares = self._comparisons.check_inputs(self.training, program.steps, given)
+        self._checks.check(self.training, self._in_use.whole)
+        self._states[self.training].check()
         outputs = self._compute(given, program, parts, compares)
         return fill(traced.result, returned_outputs(outputs, program.steps, graph, self.group))
+
+    def _part(self, path: str) -> TracedModel | None:
+        """Return the trace of a split submodule in the current mode; None: there it is not split."""
+        return next((part for part in self.traced[self.training].live or () if part.path == path), None)
 
     def _compute(self, given: StepInputs, program: Program, parts: list[Tensor], compares: bool) -> Sequence[Tensor]:
         executor, kind = self._executors[self.training], self.group.torch_device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         precision = self.precision or autocast
-        borrowing: AbstractContextManager[None] = nullcontext() if self.training else self.weights.borrowing()
         # The executor applies autocast, layer by layer, in backward too.
-        with torch.autocast(kind, enabled=False), borrowing, program.random.same_after(self.group):
+        with torch.autocast(kind, enabled=False), program.random.same_after(self.group):
             if torch.is_grad_enabled() and (self._checks.trained or any(x.requires_grad for x in given.tensors)):
                 begin = partial(self._begin_backward, self.reshards, self.training, compares, program.steps.outputs)
-                call = StepCall(executor, program, precision, parts, self._checks.trained, self._accumulation, begin)
+                trained = self._checks.trained
+                if self.traced[self.training].live is not None:
+                    trained = {key: trained[key] for key in program.reached}
+                call = StepCall(executor, program, precision, parts, trained, self._accumulation, begin)
                 return call.outputs(given.tensors)
             # The caller's tensors must not be marked or changed.
             callers = {x.untyped_storage().data_ptr() for x in given.tensors}
@@ -234,14 +251,20 @@ class Distributed(nn.Module):
             shards.mark_unsummed(parameter, False)
 
     def _set_plan(self, plan: Plan) -> None:
-        trained, evaluated = self.traced[True].graph, self.traced[False].graph
-        self._in_use = plan_in_use(plan, trained, evaluated, self.parameters_by_key, self.group.devices)
+        self._in_use = plan_in_use(plan, self.traced, self.parameters_by_key, self.group.devices)
         self.plan, self.layouts = plan, self._in_use.layouts
         self.reshards += 1
 
     def _bind(self) -> None:
         self._make_ready()
-        self._checks = ModelChecks(self.module, self.traced, self.group.devices)
+        for part in self.traced[True].live or ():
+            module = self.module.get_submodule(part.path)
+            module.forward = SplitForward(
+                module, partial(self._run, batch=None, whole=True), partial(self._part, part.path)
+            )  # type: ignore[assignment]
+        outside = outside_keys(self.module, self.traced)
+        FirstDevice(self.group, self.module, outside, lambda: self._accumulation.sums)
+        self._checks = ModelChecks(self.module, self.traced, self.group.devices, outside)
         self._states = {mode: StateWatch(self.module, t.seen, t.modes) for mode, t in self.traced.items()}
         self.mark_shards()
 
@@ -398,6 +421,8 @@ class Distributed(nn.Module):
         return self._programs.get(self.training, batch).steps
 
     def input_layouts(self, batch: int) -> tuple[Layout, ...]:
+        if self.traced[self.training].live is not None:
+            return (everywhere(self.group.devices),) * max(1, len(self.traced[True].graph.inputs))
         return tuple(value.layout for value in self.steps(batch).inputs)
 
     def output_rows(self, batch: int) -> tuple[int, int]:

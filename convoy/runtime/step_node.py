@@ -86,7 +86,7 @@ class Accumulation:
             return
         self._own.end()
         self._own = shards.OwnGradients(task, gradients, parameters)
-        _at_end(self._own.check)
+        at_end(self._own.check)
 
 
 @dataclass(slots=True)
@@ -134,15 +134,15 @@ class _Parameters(torch.autograd.Function):
         # All hooks wait for the micro-batch that sums.
         held = _take_hooks(p for p, g in rows if g is None or not sums)
         if held:
-            _at_end(partial(_give_back, held))
+            at_end(partial(_give_back, held))
         if not sums or call.left:
             # A post-accumulate hook may have used and cleared a gradient.
             given = [p for p, g in rows if g is not None and not p._post_accumulate_grad_hooks]
             taken = any(g is not None for g in call.left.values())
-            _at_end(partial(_check_added, given, to_each=taken))
+            at_end(partial(_check_added, given, to_each=taken))
         if partial_ones := [p for p, _ in rows if shards.is_shard(p) or shards.is_unsummed(p)]:
             call.accumulation.compare([g for _, g in rows if g is not None], partial_ones)
-            _at_end(partial(shards.accept_gradients, partial_ones))
+            at_end(partial(shards.accept_gradients, partial_ones))
             for p in partial_ones:
                 setattr(p, shards.SCALED, call.precision is torch.float16)
         call.left = {}
@@ -197,7 +197,7 @@ class _Step(torch.autograd.Function):
         return None, weights, *(g if g is not None else e for g, e in zip(inputs or ctx.empty, ctx.empty, strict=True))
 
 
-_at_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+at_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 """Run a function when autograd has finished the current backward."""
 
 

@@ -16,7 +16,7 @@ from convoy.comm.control_messages import gather
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.layout.layout import Layout, OnOne, Replicated, Shape, Split, box, everywhere, holders, local_shape
-from convoy.model.graph import Graph, Parameter
+from convoy.model.graph import Parameter
 from convoy.model.tracing import TracedModel
 from convoy.model.tracing.copies import copied
 from convoy.plan.device_program import FreeWeights, PackWeights, UnpackWeights
@@ -56,14 +56,19 @@ class PlanInUse:
 
 
 def plan_in_use(
-    plan: Plan, trained: Graph, evaluated: Graph, known: Mapping[str, Parameter], devices: int
+    plan: Plan, traced: Mapping[bool, TracedModel], known: Mapping[str, Parameter], devices: int
 ) -> PlanInUse:
     """Derive the layouts of a plan. Parameters and buffers that no layer reads are replicated."""
+    trained, evaluated = traced[True].graph, traced[False].graph
     pinned = pin(plan, trained, evaluated)
     lent = borrowed(pinned, plan, trained, evaluated)
     # Training decides; evaluation adds the layouts of layers that only it has.
     layouts: dict[str, Layout] = {key: everywhere(devices) for key in known}
     layouts |= parameter_layouts(pinned, evaluated) | parameter_layouts(plan, trained)
+    if traced[False].live is not None:
+        read = {p.key for layer in evaluated.layers.values() for p in layer.parameters.values()}
+        everyone = everywhere(devices)
+        lent |= {key: everyone for key, layout in layouts.items() if key not in read and layout != everyone}
     return PlanInUse(
         devices,
         plan,
