@@ -103,9 +103,11 @@ def prepare(
 
 
 def _print_unsplit(part: Distributed) -> None:
-    graph = part.traced[True].graph
+    graph, note = part.traced[True].graph, part.traced[True].note
     layouts = {name: placement.gives for name, placement in placements(part.plan, graph).items()}
-    if part.group.devices > 1 and part.group.device == 0 and (text := graph.unsplit(layouts)):
+    for text in (
+        filter(None, (note, graph.unsplit(layouts))) if part.group.devices > 1 and part.group.device == 0 else ()
+    ):
         builtins.print(text, file=sys.stderr, flush=True)
 
 

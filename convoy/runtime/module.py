@@ -19,6 +19,7 @@ from convoy.model.nested import Example
 from convoy.model.operation import fill
 from convoy.model.tracing import StateWatch, TracedModel, disable_in_place, trace, unwrapped
 from convoy.model.tracing.copies import copied
+from convoy.model.tracing.live import samples_in
 from convoy.plan.plan import Plan
 from convoy.plan.steps import StepList, Value
 from convoy.runtime import shards
@@ -146,11 +147,27 @@ class Distributed(nn.Module):
         borrowing: AbstractContextManager[None] = nullcontext() if self.training else self.weights.borrowing()
         with borrowing:
             if traced.live is not None:
-                with under_autocast(self.precision, self.group.torch_device.type):
-                    return self.module(*inputs, **others)
+                return self._run_live(inputs, batch, others)
             tensors = traced.call.tensors(self.module, inputs, others)
             whole = whole or (self.takes_whole and batch is None and not self._announced)
             return self._run(traced, tensors, batch, whole)
+
+    def _run_live(self, inputs: tuple[Any, ...], batch: int | None, others: dict[str, Any]) -> Any:
+        """Run the model's own forward. Its split submodules run as steps (`convoy.runtime.outer`)."""
+        found = samples_in((*inputs, *others.values()))
+        if batch not in (None, found) and found >= 0:
+            raise InputError(
+                f"the forward of {type(self.module).__name__} runs on every device, and this one gave {found} of {batch} "
+                "samples: give every device the global batch, from the loader that convoy.prepare returned"
+            )
+        brought = not self.training  # all parameters are here, until the end of this call
+        graded = torch.is_grad_enabled() and (self.training or self._in_use.half_trained is None)
+        self.calls.working += brought
+        try:
+            with under_autocast(self.precision, self.group.torch_device.type), torch.set_grad_enabled(graded):
+                return self.module(*inputs, **others)
+        finally:
+            self.calls.working -= brought
 
     def _run(self, traced: TracedModel, tensors: Sequence[Tensor], batch: int | None, whole: bool) -> Any:
         """Run one step of the model, or of a split submodule. Return its outputs for the global batch."""
@@ -176,7 +193,7 @@ class Distributed(nn.Module):
             if torch.is_grad_enabled() and (self._checks.trained or any(x.requires_grad for x in given.tensors)):
                 begin = partial(self._begin_backward, self.reshards, self.training, compares, program.steps.outputs)
                 trained = self._checks.trained
-                if self.traced[self.training].live is not None:
+                if self.is_live:
                     trained = {key: trained[key] for key in program.reached}
                 call = StepCall(executor, program, precision, parts, trained, self._accumulation, begin)
                 return call.outputs(given.tensors)
@@ -420,13 +437,19 @@ class Distributed(nn.Module):
         """Return the step list for a global batch of this size, in the current mode."""
         return self._programs.get(self.training, batch).steps
 
+    @property
+    def is_live(self) -> bool:
+        """Whether the model's own forward runs in every step, with the global batch on every device."""
+        return self.traced[self.training].live is not None
+
     def input_layouts(self, batch: int) -> tuple[Layout, ...]:
-        if self.traced[self.training].live is not None:
-            return (everywhere(self.group.devices),) * max(1, len(self.traced[True].graph.inputs))
+        if self.is_live:
+            call = self.traced[True].call
+            return (everywhere(self.group.devices),) * (1 if call is None else len(call.names))
         return tuple(value.layout for value in self.steps(batch).inputs)
 
     def output_rows(self, batch: int) -> tuple[int, int]:
-        values = [v for v in self.steps(batch).outputs if not isinstance(v.layout, Replicated)]
+        values = [v for v in self.steps(batch).outputs if not self.is_live and not isinstance(v.layout, Replicated)]
         return rows_of(values[0].layout, values[0].shape, self.group.device) if values else (0, batch)
 
     def announce(self, batch: int | None) -> None:

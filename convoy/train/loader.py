@@ -227,7 +227,7 @@ class Loader:
         ranges = [(self._part(len(batch)), self._labelled(len(batch))) for batch in batches]
         augment = None if self.augment is None else partial(self.augment, seed=self.seed, epoch=epoch)
         empty = torch.empty(0)
-        if self.model is not None:
+        if self.model is not None and not self.model.is_live:
             layer = self.model.traced[True].graph.inputs[0]
             empty = torch.empty((0, *layer.shape), dtype=getattr(torch, layer.dtype))
         rows = _Rows(batches, ranges, list(accumulate(map(len, batches), initial=position)))
@@ -242,7 +242,7 @@ class Loader:
 
     def _part(self, batch: int) -> tuple[int, int]:
         """Return the range of a batch's samples that this device loads."""
-        if self.model is None:
+        if self.model is None or self.model.is_live:
             return (0, batch)
         layouts = self.model.input_layouts(batch)
         if len(layouts) != 1:

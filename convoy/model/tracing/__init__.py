@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,18 +63,21 @@ def trace(model: nn.Module, example: Example, *, training: bool = True, like: Tr
     with TRACE_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the model's own warnings appear again in training
         before = state.forms()
+        call = None
         try:
-            if like is not None and like.live is not None:
-                raise Untraceable(like.note)
             call, examples = _one_batch(inner, example)
+            if like is not None and like.live is not None:
+                raise Untraceable("its forward runs on every device in training")
             capture = _Capture(copy, call, examples, like)
             traced = replace(_with_hooks(capture.run(), capture.model, inner), call=call, modes=modes_of(capture.model))
             overwrites = capture.overwrites
             release(capture.model)
         except Untraceable as reason:
+            if _is_on_meta(inner):
+                raise _needs_weights(inner, str(reason)) from None
             recorded, overwrites = RecordedForward(copy(), example), False
             traced = _live(inner, recorded, copy, like)
-            traced = replace(traced, note=recorded.note(traced, str(reason)))
+            traced = replace(traced, call=call, note=recorded.note(traced, str(reason)))
         names = changed(before, state.forms())
     if names:
         raise InputError(
@@ -253,15 +255,16 @@ class _Capture:
         self.overwrites = builder.values.overwrites
         opaque = [name for name, layer in traced.graph.layers.items() if layer.kind == "opaque"]
         if opaque and _is_on_meta(self.model):
-            raise self._needs_weights(opaque[0])
+            raise _needs_weights(self.model, opaque[0])
         # A module must stay whole if its code may read an attribute that another forward changes.
         keys = {changed.strip("'").rpartition(".")[2] for changed in builder.changed.values() if changed}
         named = {path: State({path: self.model.get_submodule(path)}).names & keys for path in nodes.seen if keys}
         reads = "its forward reads {!r}, which another forward changes"
         return traced, {path: reads.format(min(read)) for path, read in named.items() if read}
 
-    def _needs_weights(self, part: str) -> InputError:
-        return InputError(
-            f"{type(self.model).__name__} has parameters on the meta device, and a part of it must be run to know how it "
-            f"treats samples ({part}): give a model with weights"
-        )
+
+def _needs_weights(model: nn.Module, part: str) -> InputError:
+    return InputError(
+        f"{type(model).__name__} has parameters on the meta device, and a part of it must be run to know how it treats samples "
+        f"({part}): give a model with weights"
+    )

@@ -52,7 +52,7 @@ class RecordedForward:
 
     def __init__(self, model: nn.Module, example: Example) -> None:
         args, kwargs = map_tensors(arguments_of(example), lambda t: t.detach().cpu().clone())
-        self.model, self.samples = model, _samples((*args, *kwargs.values()))
+        self.model, self.samples = model, samples_in((*args, *kwargs.values()))
         self._calls: dict[str, SubmoduleCall | None] = {}  # None: calls that differ
         begun: list[int] = []
         with random_kept(), torch.enable_grad(), written(model.parameters()), FlopCounterMode(display=False) as counter:
@@ -63,9 +63,13 @@ class RecordedForward:
             try:
                 result = model(*args, **kwargs)
             except Exception as error:
+                name = next((path for path, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)), None)
                 raise InputError(
                     f"{type(model).__name__} does not run on the example: {first_line(error)}. Give one batch, as its "
-                    "forward takes it"
+                    "forward takes it; of one sample, x[None]. A forward cannot read what a hook has recorded"
+                    if name is None
+                    else f"{name!r} is a SyncBatchNorm; all batch norms of a distributed model have the statistics of the "
+                    "global batch: leave convert_sync_batchnorm out"
                 ) from error
         self.flop = counter.get_total_flops()
         refuse_unregistered(tensors_of(result), [*model.parameters(), *model.buffers()])
@@ -114,7 +118,7 @@ class RecordedForward:
         return f"{text}; split: {paths}" if paths else text
 
 
-def _samples(arguments: Sequence[Any]) -> int:
+def samples_in(arguments: Sequence[Any]) -> int:
     """Return the number of samples in a batch: the length of the first argument, which may be in a dict."""
     first = next(iter(arguments), None)
     while isinstance(first, Mapping):
