@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+ENGINES := $(VENV)/.engines
 
 # Where Python is told to keep no compiled modules, each of the hundreds of processes of the tests would compile Convoy anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -12,13 +13,16 @@ unexport PYTHONDONTWRITEBYTECODE
 ifneq ($(shell test -L $(VENV) && echo link),)
 # The environment of another checkout: used as it is (it would be installed anew for this one, and the other one lose it), with the code here.
 export PYTHONPATH := $(CURDIR)
-$(READY): ;
+$(READY) $(ENGINES): ;
 else
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $(READY)
+$(ENGINES): $(READY)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[engines]'
+	touch $(ENGINES)
 endif
 
 demo: $(READY)  ## four unequal local processes train one CNN; one device beside them
@@ -27,7 +31,7 @@ demo: $(READY)  ## four unequal local processes train one CNN; one device beside
 test: $(READY)  ## everything that fits into ten minutes on two cores
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
-test-full: $(READY)  ## the slow checks too
+test-full: $(ENGINES)  ## the slow checks too, with the engines that they start
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'slow or not slow'
 
 check: $(READY)  ## what a commit must pass: format, lint, imports one way, types, size limits

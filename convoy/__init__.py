@@ -12,26 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 from convoy._version import __version__
 
-_MODULES = ("api", "checkpoint", "data", "errors", "train")
-
 _HOMES = {
-    "convoy.api": ("prepare", "is_first", "print", "make_plan", "distribute", "loader"),
+    "convoy.api": ("prepare", "is_first", "print", "wait_for_everyone", "make_plan", "distribute", "loader"),
     "convoy.launch.local": ("notebook",),
     "convoy.elastic.entrance": ("join",),
     "convoy.train.loss": ("loss",),
     "convoy.model.tracing": ("register_layer",),
     "convoy.plan.plan": ("Plan",),
-    "convoy.train": ("Rebalancer", "WeightAverage", "GradScaler"),
+    "convoy.train": ("Rebalancer", "WeightAverage", "GradScaler", "clip_grad_norm_"),
     "convoy.runlog.recorder": ("record",),
     "convoy.checkpoint": ("Checkpointer", "save_checkpoint", "load_checkpoint"),
     "convoy.errors": ("ConvoyError", "InputError", "DeviceLostError"),
 }
 
-__all__ = ["__version__", *(name for names in _HOMES.values() for name in names)]
+__all__ = ["__version__", *(name for names in _HOMES.values() for name in names), "device"]
 
 if TYPE_CHECKING:
     from convoy import api, checkpoint, data, errors, train
-    from convoy.api import distribute, is_first, loader, make_plan, prepare, print
+    from convoy.api import distribute, is_first, loader, make_plan, prepare, print, wait_for_everyone
     from convoy.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
     from convoy.elastic.entrance import join
     from convoy.errors import ConvoyError, DeviceLostError, InputError
@@ -39,12 +37,14 @@ if TYPE_CHECKING:
     from convoy.model.tracing import register_layer
     from convoy.plan.plan import Plan
     from convoy.runlog.recorder import record
-    from convoy.train import GradScaler, Rebalancer, WeightAverage
+    from convoy.train import GradScaler, Rebalancer, WeightAverage, clip_grad_norm_
     from convoy.train.loss import loss
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
+    if name == "device":  # not kept: it is known better after `join`
+        return import_module("convoy.api").own_device()
+    if name in ("api", "checkpoint", "data", "errors", "train"):
         return import_module(f"convoy.{name}")
     for home, names in _HOMES.items():
         if name in names:

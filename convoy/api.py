@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from convoy.comm.control_messages import agree_on
 from convoy.comm.environment import read_process_env
-from convoy.comm.group import Group, index_in_job
+from convoy.comm.group import Group, group_of_process
 from convoy.elastic.entrance import join
+from convoy.machine.accelerator import pick_device
 from convoy.measure.planning import Plans, make_plans
 from convoy.model.nested import Example
 from convoy.model.tracing import unwrapped
@@ -26,7 +28,17 @@ from convoy.runtime.precision import compute_in, dtype_named
 from convoy.train import adopt
 from convoy.train.loader import Loader
 
-__all__ = ["Plans", "distribute", "is_first", "loader", "make_plan", "make_plans", "prepare", "print"]
+__all__ = [
+    "Plans",
+    "distribute",
+    "is_first",
+    "loader",
+    "make_plan",
+    "make_plans",
+    "prepare",
+    "print",
+    "wait_for_everyone",
+]
 
 loader = Loader
 
@@ -47,10 +59,6 @@ def prepare(
 ) -> tuple[Any, ...]:
     """Return a model, its optimizer and its loader for training on all devices of the job. Every device calls it.
 
-    ::
-
-        model, optimizer, loader = convoy.prepare(model, optimizer, loader)
-
     The training loop stays as it is. Without a job, the script trains on one device, with the same numbers.
 
     Args:
@@ -70,14 +78,8 @@ def prepare(
         cuda_graphs: as for `distribute`.
         options: see `PlanOptions`: speeds, fleet, budget_s, precision, slowdown, outputs, ...
 
-    Returns:
-        the distributed model, the optimizer, the loader, and `more` loaders, in this order.
-
     Raises:
         InputError: an optimizer of another model, a loader whose batches cannot be split, a model that does not run.
-        PlanError: a plan that does not fit.
-        MismatchError: the devices were started differently.
-        DeviceLostError: a device did not come, or did not answer.
     """
     global _group
     precision, slowdown = options.get("precision", "float32"), options.get("slowdown", 1.0)
@@ -113,10 +115,24 @@ def _print_unsplit(part: Distributed) -> None:
 
 def is_first() -> bool:
     """Return whether this process is the first device of its job, or alone: the one that prints and saves."""
-    if (index := index_in_job()) is not None:
-        return index == 0
+    if (group := group_of_process()) is not None:
+        return group.device == 0
     env = read_process_env(os.environ)
     return env is None or env.device == 0
+
+
+def own_device() -> torch.device:
+    """Return the torch device of this process (`convoy.device`), for tensors that a script makes itself."""
+    if (group := group_of_process()) is not None:
+        return group.torch_device
+    env = read_process_env(os.environ)
+    return pick_device(None, env.local if env else 0)
+
+
+def wait_for_everyone() -> None:
+    """Wait until every device of the job has called this. Only needed for what Convoy does not do, such as shared files."""
+    if (group := group_of_process()) is not None:
+        agree_on(group, "wait_for_everyone", "", "waited elsewhere")
 
 
 def print(*values: object, **options: Any) -> None:
@@ -133,7 +149,7 @@ def make_plan(
     Args:
         name: "data", "data-by-speed", "sharded", "master", "model", "hybrid"; or "auto": the planner chooses per layer.
         example: a batch; or a tuple or dict of forward's arguments, also nested. Of tensors, only shape and dtype matter.
-        batch: global batch, in samples.
+        batch: samples in the global batch.
         options: see `PlanOptions`: speeds, reduce, wire, outputs, fleet, budget_s, precision, slowdown, ...
     """
     return make_plans(model, example, batch, group, name, **options)[0]
@@ -154,8 +170,7 @@ def distribute(
     Args:
         precision: in which its layers compute: "float32" (the type that the model has), "bf16" or "fp16"; see `compute_in`.
             Weights and messages keep their type. With fp16, use `convoy.GradScaler` for the loss.
-        cuda_graphs: on NVIDIA GPUs, launch runs of layers as CUDA graphs. It is faster if the host is the limit, and keeps
-            the memory of the activations between steps. Other devices ignore it.
+        cuda_graphs: on NVIDIA GPUs, launch runs of layers as CUDA graphs; it keeps activations' memory between steps.
     """
     part = Distributed(model, plan, group, example, slowdown=slowdown, cuda_graphs=cuda_graphs)
     compute_in(part, precision)

@@ -1,5 +1,6 @@
 """The errors that Convoy raises on purpose. Every message gives the value, the rule and the remedy, within one screen."""
 
+import copy
 import difflib
 from collections.abc import Iterable
 from typing import Self
@@ -32,8 +33,7 @@ def shortened(text: str, most: int = MOST_SHOWN) -> str:
     if len(text) <= most:
         return text
     left = (most - 40) * 2 // 3
-    right = most - 40 - left
-    return f"{text[:left]} ... {len(text) - left - right:,} characters ... {text[-right:]}"
+    return f"{text[:left]} ... {len(text) - most + 40:,} characters ... {text[left + 40 - most :]}"
 
 
 class ConvoyError(Exception):
@@ -44,9 +44,7 @@ class ConvoyError(Exception):
 
     def again(self) -> Self:
         """Return a copy without the traceback, because a traceback keeps the tensors of its frames alive."""
-        made = type(self).__new__(type(self), *self.args)
-        vars(made).update(vars(self))
-        return made
+        return copy.copy(self)
 
 
 class InputError(ConvoyError, ValueError):
@@ -75,6 +73,9 @@ class DeviceLostError(ConvoyError):
     def __init__(self, device: int, message: str) -> None:
         super().__init__(message)
         self.device = device
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.device, str(self)), vars(self)
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> InputError:

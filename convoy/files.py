@@ -19,10 +19,9 @@ from typing import Any
 from convoy.errors import InputError, shown
 
 MOST_TEXT_BYTES = 64 << 20  # no plan, fleet, measurement or run file is larger
-MOST_DEPTH = 100  # levels of tables and lists; Convoy's own files need six
 LEFT_BEHIND_S = 60.0  # age after which an unfinished file counts as left behind by a killed process
 
-_TOO_DEEP = f"it is nested deeper than {MOST_DEPTH} levels"
+_TOO_DEEP = "it is nested too deeply"
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -90,35 +89,20 @@ def read_text(
 
 
 def parse_toml(text: str, source: str, remedy: str = "correct that line") -> dict[str, Any]:
-    """Parse TOML. InputError, which begins with `source`: not TOML, or nested deeper than `MOST_DEPTH`."""
+    """Parse TOML. InputError, which begins with `source`: not TOML, or nested too deeply."""
     try:
-        table = tomllib.loads(text)
-        _check_depth(text, table)
+        return tomllib.loads(text)
     except (RecursionError, ValueError) as error:  # TOMLDecodeError is a ValueError
         why = _TOO_DEEP if isinstance(error, RecursionError) else error
         raise InputError(f"{source}: not TOML: {why}; {remedy}") from None
-    return table
 
 
 def parse_json(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse JSON. ValueError: not JSON, or nested deeper than `MOST_DEPTH`. `pairs` builds objects; default: dicts."""
+    """Parse JSON. ValueError: not JSON, or nested too deeply. `pairs` builds objects; default: dicts."""
     try:
-        value = json.loads(text, object_pairs_hook=pairs)
+        return json.loads(text, object_pairs_hook=pairs)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    _check_depth(text, value)
-    return value
-
-
-def _check_depth(text: str, value: Any) -> None:
-    if text.count("[") + text.count("{") + text.count(".") <= MOST_DEPTH:
-        return
-    level = [value]
-    for _ in range(MOST_DEPTH):
-        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
-        level = [each for values in inner for each in values]
-    if any(isinstance(each, dict | list) for each in level):
-        raise ValueError(_TOO_DEEP)
 
 
 def write_whole(path: Path, text: str) -> None:

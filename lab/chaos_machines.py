@@ -100,9 +100,10 @@ class Machine(Credentials):  # type: ignore[misc]
         self.awake.wait()
         return self._watched(super().accept(connection))
 
-    def connect(self, address: tuple[str, int], message: Fields, deadline_s: float) -> Connection:
+    def connect(self, address: tuple[str, int], message: Fields, deadline_s: float) -> tuple[Connection, Fields]:
         self.speaks()
-        return self._watched(super().connect(address, message, deadline_s))
+        connection, reply = super().connect(address, message, deadline_s)
+        return self._watched(connection), reply
 
     def _watched(self, channel: Connection) -> Connection:
         send, send_at_once, receive = channel.send, channel.send_at_once, channel.receive_some

@@ -231,3 +231,16 @@ def test_original_model_is_unchanged(tmp_path: Path) -> None:
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
     assert not torch.equal(model.get_parameter("fc.weight"), before["fc.weight"])
+
+
+def device_and_barrier(group: Group) -> list[str]:
+    """Return what a process finds before and after it has joined."""
+    found = [str(convoy.device)]
+    convoy.wait_for_everyone()
+    return [*found, str(group.torch_device)]
+
+
+def test_device_is_that_of_the_process_and_everyone_waits() -> None:
+    assert convoy.device == torch.device("cpu")
+    convoy.wait_for_everyone()  # without a job there is nobody to wait for
+    assert on_processes(2, "tests.test_api:device_and_barrier") == [["cpu", "cpu"]] * 2

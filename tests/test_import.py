@@ -11,7 +11,7 @@ import pytest
 import convoy
 from tests.support.processes import ROOT
 
-HEAVY = ("torch", "numpy", "rich", "typer", "pydantic", "tomlkit", "psutil", "sklearn", "scipy")
+HEAVY = ("torch", "numpy", "rich", "typer", "pydantic", "tomlkit", "psutil", "sklearn", "scipy", "ray")
 
 LIGHT = f"""
 import sys
@@ -52,7 +52,7 @@ def test_help_needs_no_torch() -> None:
 def test_every_public_name_exists() -> None:
     """The rest is found in five modules, which `import convoy` alone makes known."""
     assert dir(convoy) == sorted(convoy.__all__)
-    assert len(set(convoy.__all__)) == len(convoy.__all__) == 22
+    assert len(set(convoy.__all__)) == len(convoy.__all__) == 25
     for home, names in convoy._HOMES.items():
         for name in names:
             assert getattr(convoy, name) is getattr(importlib.import_module(home), name)

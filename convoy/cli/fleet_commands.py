@@ -150,16 +150,19 @@ def setup(
 
 @fleet_app.command()
 @app.command(hidden=True)  # its place until 0.1
-def key(file: Annotated[Path, argument("FILE", "File to write; only you can read it.", parser=path_of)]) -> None:
-    """Make the key of a job on several machines that torchrun, srun or mpirun starts.
+def key(
+    file: Annotated[Path, argument("FILE", "The key file; only you can read it.", parser=path_of)],
+    to: Annotated[str | None, option("HOST:PORT", "Send it to one machine, by a code; from this address.")] = None,
+    source: Annotated[str | None, option("HOST:PORT", "Receive it from a machine that runs --to.", "--from")] = None,
+) -> None:
+    """Make the key of a job on several machines that torchrun, srun or mpirun starts, or copy it.
 
-    Copy the file to every machine (scp -p keeps its mode). Pass it with --job-key FILE, or to a script of your own in the
-    variable CONVOY_JOB_KEY. The key lets any device join the job: make a new one for each job, and delete it after the job.
-    Jobs that Convoy starts need none.
+    Every machine needs the file: copy it with scp -p, or run --to here, --from there, and type the code. Pass it with
+    --job-key FILE, or to your own script in the variable CONVOY_JOB_KEY. The key lets any device join the job: make a new one
+    for each job, and delete it after the job. Jobs that Convoy starts need none.
 
     Example: convoy fleet key job.key
     """
-    from convoy.comm.job_key import write_key_file
+    from convoy.launch.pairing import make_or_copy_key
 
-    write_key_file(file)
-    print(f"{file} has a new key. On every machine of the job: --job-key {file}")
+    make_or_copy_key(file, to, source)

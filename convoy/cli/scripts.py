@@ -10,10 +10,11 @@ import typer
 
 from convoy.cli.options import app, argument, flag, in_job, option, with_settings
 from convoy.comm.environment import JOIN
-from convoy.comm.job_key import KEY_FILE, choose
+from convoy.comm.job_key import need_key_file
 from convoy.config.run_file import resolve_settings
 from convoy.config.train_options import Settings, read_address
 from convoy.errors import InputError
+from convoy.launch.pairing import choose_key
 from convoy.machine.launch_env import hidden
 
 
@@ -22,11 +23,10 @@ from convoy.machine.launch_env import hidden
 def run(
     arguments: Annotated[list[str] | None, argument("SCRIPT.PY [ARGS]...", "A script and its own arguments.")] = None,
     module: Annotated[str | None, option("NAME", "Run a module, as python -m does.", "--module", "-m")] = None,
-    print_for: Annotated[str | None, option("KIND", "Print a launcher: shell, slurm or kubernetes.", "--print")] = None,
-    image: Annotated[str | None, option("IMAGE", "For kubernetes: container image with Convoy and the script.")] = None,
     logs: Annotated[Path | None, option("PATH", "Folder for the output of devices 1, 2, ...")] = None,
     goes_on: Annotated[bool, flag("Continue if a device is lost; needs convoy.train.Members.", "--goes-on")] = False,
     join: Annotated[str | None, option("HOST:PORT", "Join the job of the same script, started with --listen.")] = None,
+    pair: Annotated[str | None, option("HOST:PORT", "First get the key from convoy fleet key --to there.")] = None,
     **given: Any,
 ) -> None:
     """Run your own script on every device, one process each, as one job.
@@ -46,10 +46,9 @@ def run(
         raise InputError(f"the script {argv[0]} is not there: {remedy}")
     settings = resolve_settings(None, given).settings
     one_of_job, listen = in_job(), settings.listen
-    choose(settings.job_key, settings.trust_network, os.environ)
-    if (listen and join) or ((listen or join) and print_for is not None) or (join and (settings.fleet or one_of_job)):
-        rule = "give one of them, --join with one device of this machine, and neither with --print"
-        raise InputError(f"--listen and --join: {rule}")
+    choose_key(settings.job_key, pair, settings.trust_network)
+    if join and (listen or settings.fleet or one_of_job):
+        raise InputError("--listen and --join: give one of them, and --join with one device of this machine")
     if listen or join:
         _open_to_joining(listen, join, one_of_job)
     if one_of_job:
@@ -57,17 +56,16 @@ def run(
     from convoy.launch.host_job import JobOptions
 
     options = JobOptions(port=settings.port, logs=logs, goes_on=goes_on or listen is not None)
-    if settings.fleet is not None or print_for is not None or image is not None:
+    if settings.fleet is not None:
         from convoy.launch.fleet import script_on_fleet, startable
         from convoy.setup.setup import sent_modules
 
         if (fleet := startable(settings.fleet)) is None:
-            raise InputError("--fleet and --print need a fleet file with an `address` in each [[host]] section")
+            raise InputError("--fleet needs a file with an `address` in each [[host]] section")
         if given["devices"] is not None:
             raise InputError(f"--devices {settings.devices} with --fleet: the file names the devices; leave it out")
         files = sent_modules(fleet, Path.cwd())
-        more = {"print_for": print_for, "image": image, "listen": listen}
-        raise typer.Exit(script_on_fleet(fleet, argv, options, files=files, **more))
+        raise typer.Exit(script_on_fleet(fleet, argv, options, files=files, listen=listen))
     raise typer.Exit(_run_here(argv, settings, options, joins=join is not None))
 
 
@@ -78,9 +76,7 @@ def _open_to_joining(listen: str | None, join: str | None, one_of_job: bool) -> 
     os.environ[JOIN if listen is None else "CONVOY_LISTEN"] = str(listen or join)
     if one_of_job:  # the launcher has checked and printed the rest
         return
-    if not os.environ.get(KEY_FILE):
-        rule = "joining devices prove themselves by it; make one with `convoy fleet key FILE`, for both machines"
-        raise InputError(f"{'--listen' if listen else '--join'} without --job-key: {rule}")
+    need_key_file("--listen" if listen else "--join", os.environ)
     if listen is not None:
         line = f"convoy run --join {listen} --job-key FILE"
         print(f"Others may join: {line}, with the same script and arguments", flush=True)

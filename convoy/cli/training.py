@@ -12,9 +12,10 @@ import psutil  # type: ignore[import-untyped]
 import typer
 
 from convoy.cli.options import HelpAll, app, argument, help_of, in_job, option, path_of, with_settings
-from convoy.comm.job_key import KEY_FILE, choose
+from convoy.comm.job_key import choose, need_key_file
 from convoy.config.train_options import read_address
 from convoy.errors import ConvoyError, InputError
+from convoy.launch.pairing import choose_key
 from convoy.machine import roster
 from convoy.machine.process import END, LEAVE
 from convoy.machine.roster import JobProcess
@@ -47,8 +48,8 @@ def train(
 
         if (fleet := startable(settings.fleet)) is not None:
             raise typer.Exit(train_on_fleet(resolved, fleet))
-        if settings.listen is not None and not os.environ.get(KEY_FILE):
-            raise InputError("--listen without --job-key: make a key with `convoy fleet key FILE`, and give it here")
+        if settings.listen is not None:
+            need_key_file("--listen", os.environ)
         check(settings)
         check_places(settings)
         check_outputs(settings)
@@ -67,7 +68,7 @@ def train(
 
         load_images(settings)
     host = "127.0.0.1" if settings.listens_at is None else settings.listens_at[0]
-    options = JobOptions(port=settings.port, goes_on=settings.recovers, silence_s=settings.timeout_s)
+    options = JobOptions(port=settings.port, goes_on=settings.recovers)
     raise typer.Exit(launch_local(sys.argv[1:], devices, options=options, host=host))
 
 
@@ -75,6 +76,7 @@ def train(
 def join(
     job: Annotated[str, argument("HOST:PORT,...", "Addresses of the job's devices, as the job prints them.")],
     job_key: Annotated[Path | None, option("PATH", help_of("job_key"), "--job-key")] = None,
+    pair: Annotated[str | None, option("HOST:PORT", "First get the key from convoy fleet key --to there.")] = None,
     device: Annotated[str | None, option("NAME", "Device: cuda:0 or cpu. Default: the first GPU.")] = None,
     data_dir: Annotated[Path | None, option("PATH", "Folder of the data set, if it differs here.")] = None,
     checkpoint: Annotated[Path | None, option("PATH", "Folder for checkpoints, if this device writes them.")] = None,
@@ -88,7 +90,7 @@ def join(
 
     Example: convoy join 192.168.1.5:7000,192.168.1.6:7000 --job-key lab.key
     """
-    choose(job_key, False, os.environ)
+    choose_key(job_key, pair)
     from convoy.cli.train_job import run_joining_device
 
     own = {name: path for name, path in (("data_dir", data_dir), ("checkpoint", checkpoint)) if path is not None}
@@ -198,8 +200,6 @@ def _title(rows: Sequence[JobProcess]) -> str:
     return f"job {rows[0].job}" + (f" (run {run})" if run else "")
 
 
-# How many times slower than a core each process is. The four use 0.9 of two cores, and are 2.6 times as fast as the first.
-DEMO_SLOWDOWN = "3,4,6,8"
 DEMO_EPOCHS = 16  # about 20 s on the four and 40 s on one, to 93 % test accuracy
 
 
@@ -209,7 +209,8 @@ def demo(
     epochs: Annotated[int, option("N", help_of("epochs"))] = DEMO_EPOCHS,
 ) -> None:
     """Train one CNN on four local processes of unequal speed, then on the fastest of them alone."""
-    fleet = f"--plan {plan} --devices 4 --slowdown {DEMO_SLOWDOWN}"
+    # The four processes use 0.9 of two cores, and are 2.6 times as fast as the first.
+    fleet = f"--plan {plan} --devices 4 --slowdown 3,4,6,8"
     training = f"--batch 480 --epochs {epochs} --lr 0.05 --rebalance --compare --page"
     options = f"--data digits --net two-conv:50:500 {fleet} {training}".split()
     print(f"$ convoy train {' '.join(options)}\n", flush=True)

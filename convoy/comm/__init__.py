@@ -11,6 +11,7 @@ store.py             the key-value store at which the processes meet
 rendezvous.py        the exchange of process descriptions at the store
 streams.py           tensors over the job's own connections
 backends.py          messages in progress, and NCCL
+deadlines.py         time limits, derived from measured times
 failure.py           finds the failed device by following which device waits for which
 source_line.py       the line of the user's program that a process runs
 """

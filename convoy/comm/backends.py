@@ -13,6 +13,7 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from convoy.comm.failure import Verdict
 from convoy.comm.group import Message
 from convoy.machine.accelerator import finish
 
@@ -29,16 +30,20 @@ class MessageError(Exception):
         return type(self)(*self.args)
 
 
+class OverdueError(MessageError):
+    """The error for a message that takes longer than the limit of a wait. A caller may wait for it again."""
+
+
 class PeerFailure(Exception):  # noqa: N818 - inside this package only: the group makes it a DeviceLostError
     """The error for a connection that closed or timed out. `find_failed` then finds the failed device."""
 
     def __init__(self, peers: Sequence[int], cause: Exception) -> None:
-        # Show only the first sentence of a library's text.
-        self.reason = str(cause).split(". ")[0].splitlines()[0].split("] ", 1)[-1]
-        super().__init__(f"message from or to device {', '.join(map(str, peers))}: {self.reason}")
+        super().__init__(f"message from or to device {', '.join(map(str, peers))}: {cause}")
         self.peers = tuple(peers)
         self.cause = cause
-        self.timed_out = "timed out" in str(cause).lower() or "timeout" in str(cause).lower()
+        timed_out = "timed out" in str(cause).lower() or "timeout" in str(cause).lower()
+        self.silent_s = 0.0 if timed_out else None  # how long nothing came; None: the connection closed
+        self.verdict: Verdict | None = None  # if it is known already
 
 
 class Waitable(Protocol):
@@ -97,13 +102,9 @@ class NcclBackend:
         limit = timedelta(seconds=2 * limit_s + 60)
         self._owns_world = not distributed.is_initialized()
         if self._owns_world:
+            prefixed = PrefixStore("nccl", store)
             distributed.init_process_group(
-                "nccl",
-                store=PrefixStore("nccl", store),
-                rank=device,
-                world_size=devices,
-                timeout=limit,
-                device_id=torch_device,
+                "nccl", store=prefixed, rank=device, world_size=devices, timeout=limit, device_id=torch_device
             )
             self._group = distributed.group.WORLD
         else:

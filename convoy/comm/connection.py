@@ -20,14 +20,10 @@ from convoy.comm.job_key import JobKey, key_of_process
 
 Fields = dict[str, Any]
 
+# Bytes encrypted at once. Larger chunks do not fit the processor's cache, smaller ones need more system calls.
 CHUNK_BYTES = 65_536
-"""Bytes encrypted at once. Larger chunks do not fit the processor's cache, smaller ones need more system calls."""
-
-RECEIVED_BYTES = 131_072
-"""Encrypted bytes read at once. 64 KB takes a quarter more processor time; 256 KB is no faster."""
-
-FRAME_BYTES = 1 << 20
-"""Longest accepted control message."""
+RECEIVED_BYTES = 131_072  # encrypted bytes read at once. 64 KB takes a quarter more processor time; 256 KB is no faster
+FRAME_BYTES = 1 << 20  # longest accepted control message
 
 _LENGTH = struct.Struct(">I")
 
@@ -50,12 +46,12 @@ class Credentials:
         """Return the connection of an accepted socket."""
         return Connection(accepted, self._server, self._certificate, answers=True)
 
-    def connect(self, address: tuple[str, int], message: Fields, deadline_s: float) -> "Connection":
-        """Connect, authenticate, and send a first message. The caller receives the reply.
+    def connect(self, address: tuple[str, int], message: Fields, deadline_s: float) -> tuple["Connection", Fields]:
+        """Connect, authenticate, and send a first message. Return the connection and the reply.
 
         Raises:
             NotOfThisJob: the listener has another key or none.
-            OSError: the connection failed. TimeoutError after the deadline.
+            OSError: the connection failed. TimeoutError after the deadline. ValueError: the reply is not a message.
         """
         connected = socket.create_connection(address, timeout=_left_s(deadline_s))
         try:
@@ -64,8 +60,7 @@ class Credentials:
             connection.deadline(deadline_s)
             while not connection.shake_hands():
                 connection.deadline(deadline_s)
-            connection.send_message(message)
-            return connection
+            return connection, connection.ask(message)
         except BaseException:
             connected.close()
             raise
@@ -227,6 +222,13 @@ class Connection:
         answer = self.receive_message()
         assert answer is not None  # this connection blocks
         return answer
+
+    def moved_bytes(self) -> int:
+        """Return the bytes that the peer's kernel has acknowledged or sent; 0 where the system does not count them."""
+        with suppress(OSError, AttributeError, struct.error):  # closed, or not Linux
+            info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+            return sum(struct.unpack_from("QQ", info, 120))
+        return 0
 
     def cut(self) -> None:
         """Shut the connection down, even while another thread uses it. `close` must follow."""

@@ -118,14 +118,11 @@ def own_address(host: str, port: int, environment: Mapping[str, str] = os.enviro
     raise InputError(f"GLOO_SOCKET_IFNAME={chosen!r}: this interface has no IP address; give it one or choose another")
 
 
-LISTENER = "CONVOY_LISTENER"
-"""File descriptor of the listening socket that device 0 inherits from its launcher."""
-
-JOIN = "CONVOY_JOIN"
-"""HOST:PORT,... of the running job that this process joins."""
-
-LISTEN = "CONVOY_LISTEN"
-"""HOST:PORT at which the first device of a script answers join requests, from `convoy run --listen`."""
+LISTENER = "CONVOY_LISTENER"  # file descriptor of the listening socket that device 0 inherits from its launcher
+JOIN = "CONVOY_JOIN"  # HOST:PORT,... of the running job that this process joins
+LISTEN = (
+    "CONVOY_LISTEN"  # HOST:PORT at which the first device of a script answers join requests, from `convoy run --listen`
+)
 
 
 def listen_at(host: str, port: int) -> socket.socket:

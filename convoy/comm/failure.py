@@ -6,30 +6,28 @@ is refused (the process is dead), or no reply comes (frozen), or the reply names
 that leaves because of an error first sends the others a failure report.
 """
 
+import math
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
 from convoy.comm.connection import Connection, Fields, NotOfThisJob
+from convoy.comm.deadlines import FACTOR, TIMEOUT_S, wait_limit
 from convoy.comm.listener import Listener
 from convoy.comm.source_line import SAME_STEPS, current_line
 
-PING_S = 2.0
-"""Time limit for a live process's reply, which its listener's thread sends."""
+RETRY_S = 0.05  # pause between two attempts
+TRIPS = 32  # recent round trips that limit the next ones
 
-REPORT_S = 1.0
-"""Time limit for a failure report, and for sending all of them."""
-
-ONE_REPORT_S = 0.3
-"""Time limit for sending the report to one device."""
-
-RETRY_S = 0.05
-"""Pause between two attempts."""
+# For how many time limits (see `HealthServer.limit_s`) a verdict must stay the same before a group acts on it. A device that
+# holds Python's lock, or a switch that restarts, does not answer for some seconds. Devices in a circle may be paused.
+SILENT, CIRCLE = 3, 20
 
 DONE_CAUSE = "had ended its work while others still waited for it: the devices do not run the same steps"
 
@@ -53,44 +51,58 @@ class FailureReport:
 
 @dataclass(frozen=True)
 class Health:
-    """A live device's reply: the device it waits for, if any, whether its work is done, and its line in the user's program."""
+    """A live device's reply: the device it waits for, if any, whether its work is done, its line in the user's program, and
+    the bytes that it has exchanged.
+    """
 
     waits_for: int | None = None
     done: bool = False
     line: str | None = None
+    moved: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The failed device, and the cause: the words that follow its name in a message."""
+    """The failed device, and the cause: the words that follow its name in a message.
+
+    `holds`: time limits after which a group acts on it. `moved`: bytes that the devices on the way to it have exchanged.
+    """
 
     device: int
     cause: str
+    holds: float = 0.0
+    moved: int = 0
 
 
 def find_failed(
     peers: "HealthServer",
     me: int,
     peer: int,
-    timed_out: bool,
-    limit_s: float,
-    line: str | None = None,
-    report_s: float = REPORT_S,
-    ids: Sequence[int] | None = None,
+    silent_s: float | None,
+    ids: Sequence[int],
+    report_s: float = 1.0,
+    wrong: str = "",
 ) -> Verdict:
     """Find the failed device: start at a peer that closed or fell silent, and follow which device each one waits for.
 
     Args:
-        timed_out: the peer was silent for ``limit_s``; False: its connection closed.
-        line: this device's line in the user's program.
-        ids: ids of the devices, for messages. None: their indices.
+        silent_s: how long nothing came; None: the peer's connection closed.
+        ids: ids of the devices, for messages.
+        report_s: how long to wait for the report of a device that has just left.
+        wrong: what is wrong with a message from the peer.
     """
 
     def shown(lines: Mapping[int, str | None]) -> str:
-        return shown_lines({device if ids is None else ids[device]: line for device, line in lines.items()})
+        known = [f"device {ids[device]} is at {line}" for device, line in sorted(lines.items()) if line is not None]
+        remedy = f". {SAME_STEPS}" if len(set(lines.values())) > 1 else ""
+        return f". {'; '.join(known)}{remedy}" if known else ""
 
-    chain, lines = [me], {me: line}
-    device, closed = peer, not timed_out
+    chain, lines, moved = [me], {me: current_line()}, 0
+    device, closed = peer, silent_s is None
+    if wrong:
+        theirs = peers.ping(device)
+        lines[device] = None if isinstance(theirs, NoAnswer) else theirs.line
+        return Verdict(device, f"{wrong}: the devices do not run the same steps{shown(lines)}")
     while True:
         report = peers.report_from(device, 0.0)
         answer = peers.ping(device) if report is None else None
@@ -102,23 +114,24 @@ def find_failed(
             where = shown({**lines, device: None}) if report.cause == DONE_CAUSE else ""
             return Verdict(report.root, report.cause + where)
         if isinstance(answer, NoAnswer):
-            return Verdict(device, _silence_cause(answer, limit_s, closed))
+            holds = 0.0 if closed or answer is NoAnswer.DEAD else SILENT
+            return Verdict(device, _silence_cause(answer, silent_s or 0.0, closed), holds, moved)
         assert answer is not None
         chain.append(device)
-        lines[device] = answer.line
+        lines[device], moved = answer.line, moved + answer.moved
         if answer.done:
-            return Verdict(device, DONE_CAUSE + shown(lines))
+            return Verdict(device, DONE_CAUSE + shown(lines), 1.0, moved)  # its last message may be on the way
         if answer.waits_for is None and closed:
             cause = "closed its connections though it still runs: its program continued after an error"
             return Verdict(device, f"{cause}; see its own output")
         if answer.waits_for is None:
-            cause = f"is alive but sent nothing for {limit_s:g} s: its computation takes longer than the time limit"
+            cause = f"is alive but sent nothing for {silent_s or 0.0:.3g} s: its computation takes longer than the time limit"
             remedy = "Raise the limit (timeout_s), or give it a smaller share"
-            return Verdict(device, f"{cause}. {remedy}{shown(lines)}")
+            return Verdict(device, f"{cause}. {remedy}{shown(lines)}", math.inf, moved)
         if answer.waits_for in chain:
-            circle = " -> ".join(str(each if ids is None else ids[each]) for each in [*chain, answer.waits_for])
+            circle = " -> ".join(str(ids[each]) for each in [*chain, answer.waits_for])
             same = "the devices do not run the same steps; start all with the same program"
-            return Verdict(device, f"waits in a circle ({circle}): {same}{shown(lines)}")
+            return Verdict(device, f"waits in a circle ({circle}): {same}{shown(lines)}", CIRCLE, moved)
         device, closed = answer.waits_for, False
 
 
@@ -127,15 +140,8 @@ def left_because(device: int, error: BaseException) -> Verdict:
     return Verdict(device, f"left because of its own error: {type(error).__name__}: {error}"[:4000])
 
 
-def shown_lines(lines: Mapping[int, str | None]) -> str:
-    """Return words for a message: the devices' known lines in the user's program."""
-    known = [f"device {device} is at {line}" for device, line in sorted(lines.items()) if line is not None]
-    remedy = f". {SAME_STEPS}" if len(set(lines.values())) > 1 else ""
-    return f". {'; '.join(known)}{remedy}" if known else ""
-
-
-def _silence_cause(silence: NoAnswer, limit_s: float, closed: bool) -> str:
-    since = "its connection closed" if closed else f"it sent nothing for {limit_s:g} s"
+def _silence_cause(silence: NoAnswer, silent_s: float, closed: bool) -> str:
+    since = "its connection closed" if closed else f"it sent nothing for {silent_s:.3g} s"
     cause, remedy = {
         NoAnswer.DEAD: (
             "its process ended without a report (killed, crashed, or out of memory)",
@@ -156,10 +162,12 @@ class HealthServer:
         token: token of this group. Requests with another token get no reply.
         addresses: addresses of all devices' health servers.
         waits_for: for each lane, the device that it waits for.
+        moved_bytes: returns the bytes that this device has exchanged with all others.
         answers: handlers, by the name of the question.
+        limit_s: time limit of a reply, which the other listener's thread sends; derived from the recent round trips.
     """
 
-    def __init__(self, device: int, listener: Listener, token: str) -> None:
+    def __init__(self, device: int, listener: Listener, token: str, most_s: float = TIMEOUT_S) -> None:
         self.device = device
         self.token = token
         self.addresses: list[tuple[str, int]] = []
@@ -167,8 +175,11 @@ class HealthServer:
         self.address = listener.address
         self.waits_for: list[int | None] = []
         self.done = False
+        self.moved_bytes: Callable[[], int] = lambda: 0
+        self._most_s, self._trips_s = most_s, deque[float](maxlen=TRIPS)
+        self.limit_s = self.limit_of(1)
         self.answers: dict[str, Callable[[Fields], Fields]] = {
-            "health": lambda _: asdict(Health(self._waited_for(), self.done, current_line())),
+            "health": lambda _: asdict(Health(self._waited_for(), self.done, current_line(), self.moved_bytes())),
             "report": self._take_report,
         }
         self._reports: dict[int, FailureReport] = {}
@@ -181,30 +192,38 @@ class HealthServer:
 
     def ping(self, device: int) -> Health | NoAnswer:
         answer = self.ask(self.addresses[device], "health")
-        if isinstance(answer, NoAnswer):
-            return answer
-        return Health(**answer) if answer else NoAnswer.DEAD
+        return answer if isinstance(answer, NoAnswer) else Health(**answer) if answer else NoAnswer.DEAD
 
-    def ask(self, address: tuple[str, int], question: str, limit_s: float = PING_S, **fields: Any) -> Fields | NoAnswer:
+    def limit_of(self, trips: int) -> float:
+        """Return the time limit of this number of round trips."""
+        return wait_limit([trips * each for each in list(self._trips_s)], self._most_s)
+
+    def note_trip(self, trip_s: float) -> None:
+        """Record the time of a round trip."""
+        self._trips_s.append(trip_s)
+        self.limit_s = self.limit_of(1)
+
+    def ask(
+        self, address: tuple[str, int], question: str, limit_s: float | None = None, **fields: Any
+    ) -> Fields | NoAnswer:
         """Send a question to another health server and return the reply. Keep the connection open for later questions."""
         message = {"for": "health", "token": self.token, "ask": question, **fields}
-        deadline_s = time.monotonic() + limit_s
+        deadline_s = time.monotonic() + (limit_s or self.limit_s)
         while True:
+            begin_s = time.monotonic()
             connection = self._open.pop(address, None)
             try:
                 if connection is None:
-                    connection = self.listener.credentials.connect(address, message, deadline_s)
+                    connection, answer = self.listener.credentials.connect(address, message, deadline_s)
                 else:
                     connection.deadline(deadline_s)
-                    connection.send_message(message)
-                answer = connection.receive_message()
-                assert answer is not None  # this connection blocks
+                    answer = connection.ask(message)
             except (OSError, NotOfThisJob, ValueError) as error:
                 if connection is not None:
                     connection.close()
                 if isinstance(error, TimeoutError):
                     with suppress(OSError):  # the kernel accepts connections even for a frozen process
-                        socket.create_connection(address, timeout=0.2).close()
+                        socket.create_connection(address, timeout=self.limit_s / FACTOR).close()
                         return NoAnswer.FROZEN
                     return NoAnswer.UNREACHABLE
                 if isinstance(error, ConnectionRefusedError):
@@ -218,6 +237,7 @@ class HealthServer:
                 continue
             if self._closed or self._open.setdefault(address, connection) is not connection:
                 connection.close()  # another thread has opened one at the same time
+            self.note_trip(time.monotonic() - begin_s)
             return answer
 
     def keep_open(self, addresses: Collection[tuple[str, int]]) -> None:
@@ -227,12 +247,12 @@ class HealthServer:
                 connection.close()
 
     def report_failure(self, report: FailureReport) -> None:
-        """Send a report to all other devices, within about `REPORT_S` even if some do not answer."""
-        end_s = time.monotonic() + REPORT_S
+        """Send a report to all other devices, soon even if some do not answer: 1 s in all, and longer on a slow network."""
+        end_s = time.monotonic() + self.limit_s / 3
         for device, address in enumerate(self.addresses):
             left_s = end_s - time.monotonic()
             if device != self.device and left_s > 0:
-                self.ask(address, "report", min(left_s, ONE_REPORT_S), report=asdict(report))
+                self.ask(address, "report", min(left_s, self.limit_s / 10), report=asdict(report))
 
     def report_from(self, device: int, timeout_s: float) -> FailureReport | None:
         """Return a device's report; None if it does not come in time."""

@@ -7,12 +7,13 @@ equal shares, and because its cost model predicts single messages.
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, final
 
 import torch
 
+from convoy.comm.deadlines import TIMEOUT_S
 from convoy.comm.source_line import SAME_STEPS
 from convoy.errors import ConvoyError, InputError, MismatchError
 
@@ -36,7 +37,7 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Wait until all messages of the call are sent and received. A second call returns immediately.
 
-        DeviceLostError names a device that died, froze for longer than ``timeout_s``, or left.
+        DeviceLostError names a device that died, froze, left, or computed for longer than ``timeout_s``.
         """
 
 
@@ -49,7 +50,8 @@ class Group(ABC):
         devices: number of devices.
         lanes: number of independent message queues: 2, or 1 if all messages need one order.
         torch_device: the device that computes and holds the message tensors.
-        timeout_s: time limit of a wait; after it, the peer counts as lost.
+        timeout_s: upper bound of a wait in which no byte moves; after it, the peer counts as lost.
+        moved_bytes: returns the bytes that a device, or all of them, have acknowledged or sent.
         sent_bytes: payload bytes sent to each device since the start or the last ``clear_counters``.
         failure: the error that broke or closed the group; None while it works. Methods raise a copy.
     """
@@ -61,6 +63,7 @@ class Group(ABC):
         self.lanes = 2
         self.torch_device = torch_device
         self.timeout_s = timeout_s
+        self.moved_bytes: Callable[..., int] = lambda _=None: 0
         self.sent_bytes = [0] * devices
         self.failure: ConvoyError | None = None
         self._counting = threading.Lock()
@@ -160,7 +163,7 @@ class Arrived:
 class AloneGroup(Group):
     """A group of one device, for a script that runs alone."""
 
-    def __init__(self, torch_device: torch.device, timeout_s: float = 60.0) -> None:
+    def __init__(self, torch_device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
         super().__init__(0, 1, torch_device, timeout_s)
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
@@ -199,7 +202,7 @@ class ChangingGroup(Group):
         self.changes += 1
 
     def is_of_this_process(self) -> None:
-        """Make this the group that `index_in_job` reads."""
+        """Make this the group that `group_of_process` returns."""
         global _of_this_process
         _of_this_process = weakref.ref(self)
 
@@ -241,7 +244,6 @@ def present(group: Group) -> Group:
 _of_this_process: "weakref.ref[ChangingGroup] | None" = None
 
 
-def index_in_job() -> int | None:
-    """Return this process's current index in its job; None before it has joined one."""
-    group = None if _of_this_process is None else _of_this_process()
-    return None if group is None else group.device
+def group_of_process() -> Group | None:
+    """Return the group of this process's job; None before it has joined one."""
+    return None if _of_this_process is None else _of_this_process()

@@ -22,23 +22,16 @@ from convoy.comm.environment import ProcessEnv, is_own_machine
 from convoy.errors import InputError
 from convoy.files import cache_folder
 
-KEY_FILE = "CONVOY_JOB_KEY"
-"""Environment variable: file with the job's key."""
+KEY_FILE = "CONVOY_JOB_KEY"  # environment variable: file with the job's key
+KEY_PIPE = (
+    "CONVOY_JOB_KEY_PIPE"  # environment variable: file descriptor of the pipe with the key, which can be read once
+)
+TRUST = "CONVOY_TRUST_NETWORK"  # environment variable: if 1, connections are neither authenticated nor encrypted
+MAX_BYTES = 16_384  # largest key file. Pipes can buffer this much on every system
 
-KEY_PIPE = "CONVOY_JOB_KEY_PIPE"
-"""Environment variable: file descriptor of the pipe with the key, which can be read once."""
+_received: "JobKey | None" = None  # the key from the pipe, which can be read only once
 
-TRUST = "CONVOY_TRUST_NETWORK"
-"""Environment variable: if 1, connections are neither authenticated nor encrypted."""
-
-MAX_BYTES = 16_384
-"""Largest key file. Pipes can buffer this much on every system."""
-
-_received: "JobKey | None" = None
-"""The key from the pipe, which can be read only once."""
-
-_used: "JobKey | None" = None
-"""The key of the previous rendezvous."""
+_used: "JobKey | None" = None  # the key of the previous rendezvous
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,8 +91,8 @@ def make_key() -> JobKey:
     return JobKey(private.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain) + certificate.public_bytes(pem))
 
 
-def write_key_file(path: Path) -> None:
-    """Create a key in a new file that only its owner can read."""
+def write_key_file(path: Path, key: JobKey | None = None) -> None:
+    """Write a key, by default a new one, into a new file that only its owner can read."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -107,7 +100,7 @@ def write_key_file(path: Path) -> None:
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}; give a file in your own folder") from None
     with os.fdopen(file, "wb") as opened:
-        opened.write(make_key().pem)
+        opened.write((key or make_key()).pem)
 
 
 def read_key_file(path: Path) -> JobKey:
@@ -117,7 +110,7 @@ def read_key_file(path: Path) -> JobKey:
     except OSError as error:
         raise InputError(
             f"the job key {path} cannot be read: {error.strerror}; make one with `convoy fleet key {path}` and copy it to "
-            "every machine of the job, e.g. with scp -p"
+            "every machine of the job, with scp -p or its --to and --from"
         ) from None
     with os.fdopen(file, "rb") as opened:
         status = os.fstat(file)
@@ -157,13 +150,6 @@ def key_to_start(environment: Mapping[str, str]) -> JobKey | None:
     return read_key_file(Path(environment[KEY_FILE])) if environment.get(KEY_FILE) else make_key()
 
 
-def variables_to_paste(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a user must set for processes started by hand: key file or trusted network."""
-    if environment.get(TRUST) == "1":
-        return {TRUST: "1"}
-    return {KEY_FILE: environment[KEY_FILE]} if environment.get(KEY_FILE) else {}
-
-
 def choose(file: str | Path | None, trust: bool, environment: MutableMapping[str, str]) -> None:
     """Copy the options --job-key and --trust-network into the environment, for this process and its children."""
     if file and trust:
@@ -176,6 +162,13 @@ def choose(file: str | Path | None, trust: bool, environment: MutableMapping[str
         environment[KEY_FILE] = str(Path(file).absolute())
     if trust:
         environment[TRUST] = "1"
+
+
+def need_key_file(option: str, environment: Mapping[str, str]) -> None:
+    """Raise InputError if an option needs a key file and none was chosen."""
+    if not environment.get(KEY_FILE):
+        rule = "joining devices prove themselves by it; make one with `convoy fleet key FILE`, for both machines"
+        raise InputError(f"{option} without --job-key: {rule}")
 
 
 def hand_over(content: bytes) -> int:

@@ -24,14 +24,10 @@ HANDSHAKE_S = 5.0
 MAX_PENDING = 128
 PAUSE_FACTOR = 50
 MAX_PAUSE_S = 0.25
-ANSWER_S = 0.5
-"""Time limit for a peer to receive a reply."""
-
+ANSWER_S = 0.5  # time limit for a peer to receive a reply
+# Most connections accepted in a row. Fewer than `MAX_PENDING`, so that each can start its handshake before it is dropped.
 ACCEPTS = MAX_PENDING // 2
-"""Most connections accepted in a row. Fewer than `MAX_PENDING`, so that each can start its handshake before it is dropped."""
-
-KEPT: Literal["kept"] = "kept"
-"""Return value of a handler that takes over the connection."""
+KEPT: Literal["kept"] = "kept"  # return value of a handler that takes over the connection
 
 Handler = Callable[[Fields, Connection], Fields | Literal["kept"] | None]
 """Function that returns the reply to a message, KEPT, or None to close the connection."""

@@ -13,20 +13,11 @@ from typing import final
 
 import torch
 
-from convoy.comm.backends import MessageError, NcclBackend, PeerFailure, PendingWork, can_use_nccl
+from convoy.comm.backends import MessageError, NcclBackend, OverdueError, PeerFailure, PendingWork, can_use_nccl
 from convoy.comm.connection import Credentials, credentials_of
+from convoy.comm.deadlines import TIMEOUT_S
 from convoy.comm.environment import LISTEN, ProcessEnv, listen_at, own_address, reachable_address, read_process_env
-from convoy.comm.failure import (
-    DONE_CAUSE,
-    REPORT_S,
-    FailureReport,
-    HealthServer,
-    NoAnswer,
-    Verdict,
-    find_failed,
-    left_because,
-    shown_lines,
-)
+from convoy.comm.failure import DONE_CAUSE, FailureReport, HealthServer, NoAnswer, Verdict, find_failed, left_because
 from convoy.comm.group import AloneGroup, ChangingGroup, Group, Message, Pending, closed_error
 from convoy.comm.listener import Listener
 from convoy.comm.rendezvous import ProcessInfo, Rendezvous, device_title, own_info
@@ -41,19 +32,16 @@ from convoy.machine.process import watch_parent, within
 
 MAX_TIMEOUT_S = 1e6
 
-GREETING_S = 10.0
-"""Time limit for the first reply of another device."""
+GREETING_S = 10.0  # time limit for the first reply of another device
+EXIT_BARRIER_S = 5.0  # how long a finished device waits for the others, so that no connection closes during a message
 
-EXIT_BARRIER_S = 5.0
-"""How long a finished device waits for the others, so that no connection closes during a message."""
-
+# Open files that a process needs: a base, and for each other device (six streams, and health connections).
 FILES, PEER_FILES = 32, 10
-"""Open files that a process needs: a base, and for each other device (six streams, and health connections)."""
 
 _rendezvous_count = itertools.count()
 
 
-def join(device: str | torch.device | None = None, timeout_s: float = 60.0) -> Group:
+def join(device: str | torch.device | None = None, timeout_s: float = TIMEOUT_S) -> Group:
     """Join this process's job and meet the other processes, as `convoy.join` describes."""
     watch_parent()
     check_timeout(timeout_s)
@@ -78,7 +66,7 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0) -> G
 def check_timeout(timeout_s: float) -> None:
     if not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise InputError(
-            f"timeout_s={timeout_s}: a time limit is a number of seconds above 0, at most {MAX_TIMEOUT_S:g}, such as 60"
+            f"timeout_s={timeout_s}: a time limit is a number of seconds above 0, at most {MAX_TIMEOUT_S:g}, such as 600"
         )
 
 
@@ -121,7 +109,7 @@ def meet(
         infos = rendezvous.exchange_infos(own_info(torch_device, env.devices, address))
         address = reachable_address(address, [info.address for info in infos])
         listener = Listener(listen_at(address, 0), credentials)
-        health = HealthServer(env.device, listener, infos[0].nonce)
+        health = HealthServer(env.device, listener, infos[0].nonce, timeout_s)
         group = JoinedGroup(torch_device, timeout_s, infos, health)
         try:
             group.connect(rendezvous)
@@ -153,7 +141,7 @@ class JoinedGroup(Group):
         self.infos = tuple(infos)
         self.address, self.token = health.address[0], health.token
         self.credentials = health.listener.credentials
-        self.report_s = REPORT_S
+        self.report_s = 1.0
         self._health = health
         self._connected: list[StreamBackend | NcclBackend] = []
         self._health.waits_for = [None] * self.lanes
@@ -180,6 +168,7 @@ class JoinedGroup(Group):
         except MessageError as error:
             raise self._not_connected(str(error).splitlines()[0]) from error
         self._backend = self._streams
+        self.moved_bytes = self._health.moved_bytes = self._streams.moved_bytes
         self._connected.append(self._streams)
         hosts, names = [each.host for each in self.infos], [each.name for each in self.infos]
         one_host = len(set(hosts)) == 1
@@ -257,11 +246,37 @@ class JoinedGroup(Group):
     def _swap(self, mine: torch.Tensor, theirs: dict[int, torch.Tensor], limit_s: float) -> None:
         sends = [Message(peer, mine) for peer in theirs]
         receives = [Message(peer, tensor) for peer, tensor in theirs.items()]
-        self._streams.start(sends, receives, TEXTS).wait(limit_s, self._wait_for)
+        self._wait(self._streams.start(sends, receives, TEXTS), limit_s)
 
-    def _wait_for(self, peer: int | None, lane: int = 0) -> None:
-        # Do not reset it after a failure: other devices still ask for which device this one waits.
-        self._health.waits_for[lane] = peer
+    def _wait(self, work: PendingWork, limit_s: float, lane: int = 0) -> None:
+        """Wait for messages, while bytes move or the devices live: at most ``limit_s`` after the last byte.
+
+        A device is lost after some seconds without an answer. A live one may compute for long.
+        """
+
+        def waits_for(peer: int | None) -> None:
+            # Do not reset it after a failure: other devices still ask for which device this one waits.
+            self._health.waits_for[lane] = peer
+
+        moved, known = -1, (-1, 0.0, 0)
+        begin_s = since_s = time.monotonic()
+        while True:
+            try:
+                return work.wait(min(begin_s + limit_s - time.monotonic(), self._health.limit_s), waits_for)
+            except PeerFailure as failure:
+                if not isinstance(failure.cause, OverdueError):
+                    raise
+                asked_s = time.monotonic()
+                failure.silent_s = asked_s - begin_s
+                failure.verdict = verdict = self._verdict(failure)
+                before, moved = moved, verdict.moved + self._streams.moved_bytes()
+                if before != moved:
+                    begin_s = asked_s
+                if known != (verdict.device, verdict.holds, moved):
+                    known, since_s = (verdict.device, verdict.holds, moved), asked_s
+                until_s = min(begin_s + limit_s, since_s + verdict.holds * self._health.limit_s)
+                if time.monotonic() >= until_s:
+                    raise
 
     def _failed(self, error: BaseException) -> BaseException:
         """Find the failed device, report it to the others and close the connections. Return the error to raise.
@@ -271,7 +286,9 @@ class JoinedGroup(Group):
         """
         with self._failing:
             if self.failure is None:
-                verdict = self._verdict(error) if isinstance(error, PeerFailure) else left_because(self.device, error)
+                verdict = left_because(self.device, error)
+                if isinstance(error, PeerFailure):
+                    verdict = error.verdict or self._verdict(error)
                 self.failure = DeviceLostError(
                     self.ids[verdict.device], f"{self._title(verdict.device)} {verdict.cause}"
                 )
@@ -280,18 +297,12 @@ class JoinedGroup(Group):
             return self.failure.again() if isinstance(error, PeerFailure) else error
 
     def _verdict(self, failure: PeerFailure) -> Verdict:
-        peer, line = failure.peers[0], current_line()
+        peer = failure.peers[0]
         if len(failure.peers) > 1:
             silent = (each for each in failure.peers if isinstance(self._health.ping(each), NoAnswer))
             peer = next(silent, peer)
-        if isinstance(failure.cause, WrongSizeError):
-            answer = self._health.ping(peer)
-            theirs = None if isinstance(answer, NoAnswer) else answer.line
-            lines = shown_lines({self.ids[self.device]: line, self.ids[peer]: theirs})
-            return Verdict(peer, f"{failure.cause}: the devices do not run the same steps{lines}")
-        return find_failed(
-            self._health, self.device, peer, failure.timed_out, self.timeout_s, line, self.report_s, self.ids
-        )
+        wrong = str(failure.cause) if isinstance(failure.cause, WrongSizeError) else ""
+        return find_failed(self._health, self.device, peer, failure.silent_s, self.ids, self.report_s, wrong)
 
     def abort(self, error: ConvoyError) -> None:
         """Make all waits of this process, on every thread, raise this error. Send no report to the other devices."""
@@ -349,7 +360,7 @@ class _PendingMessages:
             return
         self.group._raise_failure()
         try:
-            self.work.wait(self.group.timeout_s, lambda peer: self.group._wait_for(peer, self.lane))
+            self.group._wait(self.work, self.group.timeout_s, self.lane)
         except BaseException as error:
             raise self.group._failed(error)  # noqa: B904 - may be the same error
         self.group._in_progress.discard(self)

@@ -17,8 +17,7 @@ from convoy.comm.store import MAX_PAUSE_S, Store
 from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.machine.accelerator import hardware_name, uuid_of
 
-SHARED = "CONVOY_SHARED_ACCELERATOR"
-"""If set, several processes may compute on one accelerator."""
+SHARED = "CONVOY_SHARED_ACCELERATOR"  # if set, several processes may compute on one accelerator
 
 
 @dataclass(frozen=True)

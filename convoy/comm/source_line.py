@@ -11,8 +11,7 @@ from types import FrameType
 
 import torch
 
-MAX_CHARACTERS = 120
-"""Characters of a line that a message shows."""
+MAX_CHARACTERS = 120  # characters of a line that a message shows
 
 SAME_STEPS = (
     "Every device must run the same steps: move such a line out of `if rank == 0:`, and let device 0 alone only print and save "

@@ -23,17 +23,10 @@ from convoy.errors import DeviceLostError, InputError
 
 T = TypeVar("T")
 
-ANSWER_S = 10.0
-"""Time limit for a reply, which the store's own thread sends."""
-
-RECONNECT_S = 2.0
-"""How long to try to reconnect: the listener of the previous rendezvous may be closing."""
-
-OTHER_KEY_S = 2.0
-"""How long to tolerate a listener with another key: another job may be about to end there."""
-
-MAX_PAUSE_S = 0.1
-"""Longest pause between two requests of a process that waits for others."""
+ANSWER_S = 10.0  # time limit for a reply, which the store's own thread sends
+RECONNECT_S = 2.0  # how long to try to reconnect: the listener of the previous rendezvous may be closing
+OTHER_KEY_S = 2.0  # how long to tolerate a listener with another key: another job may be about to end there
+MAX_PAUSE_S = 0.1  # longest pause between two requests of a process that waits for others
 
 
 class Store(ABC):
@@ -69,10 +62,6 @@ class HostedStore(Store):
         self._listener.handlers["store"] = lambda fields, _: {"texts": self._request(fields)}
         self.address = self._listener.address
 
-    @property
-    def rejected(self) -> int:
-        return sum(self._listener.rejected.values())
-
     def close(self) -> None:
         self._listener.close()
 
@@ -94,7 +83,7 @@ class RemoteStore(Store):
         """Connect. Raise OSError or NotOfThisJob if that fails."""
         self._address, self._credentials = address, credentials
         self._lock = threading.Lock()
-        self._connection: Connection | None = self._connected(time.monotonic() + ANSWER_S)
+        self._connection: Connection | None = self._connect(time.monotonic() + ANSWER_S)
 
     def close(self) -> None:
         with self._lock:
@@ -102,22 +91,15 @@ class RemoteStore(Store):
                 self._connection.close()
             self._connection = None
 
-    def _connected(self, deadline_s: float) -> Connection:
-        first = {"for": "store", "do": "get", "keys": []}
-        connection = self._credentials.connect(self._address, first, deadline_s)
-        try:
-            connection.receive_message()
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+    def _connect(self, deadline_s: float) -> Connection:
+        return self._credentials.connect(self._address, {"for": "store", "do": "get", "keys": []}, deadline_s)[0]
 
     def _request(self, fields: Fields) -> dict[str, str]:
         end_s = time.monotonic() + RECONNECT_S
         while True:
             try:
                 with self._lock:
-                    self._connection = connection = self._connection or self._connected(end_s)
+                    self._connection = connection = self._connection or self._connect(end_s)
                     connection.deadline(time.monotonic() + ANSWER_S)
                     texts = connection.ask({"for": "store", **fields})["texts"]
                 return {str(key): str(text) for key, text in texts.items()}
@@ -128,8 +110,7 @@ class RemoteStore(Store):
                 time.sleep(0.05)
 
 
-_stores: dict[tuple[str, int], HostedStore | RemoteStore] = {}
-"""Open stores of this process, by address."""
+_stores: dict[tuple[str, int], HostedStore | RemoteStore] = {}  # open stores of this process, by address
 
 _announced = Counter[tuple[str, int]]()
 """Number of stores that the job has announced in a torch store, by the latter's address."""
@@ -160,11 +141,9 @@ def store_at(env: ProcessEnv, deadline_s: float, credentials: Credentials) -> St
     key = (env.host, env.port)
     if key not in _stores:
         torch_has_met = distributed.is_initialized() and distributed.get_world_size() == env.devices
-        if torch_has_met:
-            torch_store = distributed.distributed_c10d._get_default_store()
-            _stores[key] = _announced_store(env, torch_store, credentials, deadline_s)
-        elif env.hosted:
-            torch_store = connect_torch_store(env.host, env.port, deadline_s)
+        if torch_has_met or env.hosted:
+            default = distributed.distributed_c10d._get_default_store() if torch_has_met else None
+            torch_store = default or connect_torch_store(env.host, env.port, deadline_s)
             _stores[key] = _announced_store(env, torch_store, credentials, deadline_s)
         elif env.device == 0:
             address = str(resolve(env.host, env.port, socket.SOCK_STREAM)[0][1][0])
@@ -208,10 +187,8 @@ def connect_store(host: str, port: int, credentials: Credentials, deadline_s: fl
     def attempt() -> RemoteStore:
         try:
             return RemoteStore((host, port), credentials)
-        except ValueError as error:
-            raise ConnectionError(str(error)) from None
-        except NotOfThisJob as error:
-            if time.monotonic() > tolerated_until_s:
+        except (ValueError, NotOfThisJob) as error:
+            if isinstance(error, NotOfThisJob) and time.monotonic() > tolerated_until_s:
                 raise InputError(
                     f"the listener at {host} port {port} does not have the key of this job ({error}): give every device the "
                     "same key file (--job-key, CONVOY_JOB_KEY), or another port if that is another job"

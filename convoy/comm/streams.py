@@ -24,24 +24,18 @@ from typing import Any, final
 
 import torch
 
-from convoy.comm.backends import MessageError, PeerFailure, PendingWork
+from convoy.comm.backends import MessageError, OverdueError, PeerFailure, PendingWork
 from convoy.comm.connection import Connection, Fields, NotOfThisJob
 from convoy.comm.environment import is_loopback
 from convoy.comm.group import Message
 from convoy.comm.listener import Listener
 from convoy.machine.accelerator import in_host_memory, queued
 
-TEXTS = 2
-"""Number of the lane for texts; the lanes for tensors are 0 and 1."""
-
-SMALL_BYTES = 16_000
-"""Largest message that the calling thread sends itself, with its header in one TLS record."""
-
+TEXTS = 2  # number of the lane for texts; the lanes for tensors are 0 and 1
+SMALL_BYTES = 16_000  # largest message that the calling thread sends itself, with its header in one TLS record
+# Bytes and messages that may wait in the kernel until a caller reads them. Every kernel buffers this much.
 UNREAD_BYTES, UNREAD = 32_768, 16
-"""Bytes and messages that may wait in the kernel until a caller reads them. Every kernel buffers this much."""
-
-AGAIN_S = 0.05
-"""Pause before connecting again to a listener that dropped the connection."""
+AGAIN_S = 0.05  # pause before connecting again to a listener that dropped the connection
 
 _HEADER = struct.Struct("<Q")
 
@@ -64,7 +58,7 @@ class Ticket:
     def wait(self, limit: timedelta) -> None:
         """Wait for completion. MessageError if it failed or took longer than `limit`."""
         if not self._done.acquire(timeout=limit.total_seconds()):
-            raise MessageError("timed out waiting for the message")
+            raise OverdueError("timed out waiting for the message")
         self._done.release()
         if self._error is not None:
             raise self._error.again()
@@ -89,7 +83,7 @@ class Outflow:
     """Outgoing message queue of one peer and lane. The sender thread starts when a message cannot be sent immediately."""
 
     def __init__(self, channel: Connection, name: str) -> None:
-        self._channel, self._name = channel, name
+        self.channel, self._name = channel, name
         self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._left = 0  # messages in progress on the thread
         self._thread: threading.Thread | None = None
@@ -119,14 +113,14 @@ class Outflow:
         header = _HEADER.pack(len(content))
         try:
             if len(content) > SMALL_BYTES:
-                return self._channel.send_some(header, content)
-            if not self._channel.send_at_once(header + content):
+                return self.channel.send_some(header, content)
+            if not self.channel.send_at_once(header + content):
                 self._enqueue(_Outgoing(_NOTHING, Ticket(), begun=True))  # flushes the rest, which is a copy
         except OSError as error:
             if error.errno is None:
                 raise
             self._error = _closed(error)
-            self._channel.cut()
+            self.channel.cut()
             raise self._error.again() from None
         return len(content)
 
@@ -141,13 +135,13 @@ class Outflow:
         """Shut the connection down, so that all its messages fail. `close` must follow."""
         with self._lock:
             self._error = self._error or MessageError("the connection was closed here")
-        self._channel.cut()
+        self.channel.cut()
         self._queue.put(None)
 
     def close(self, limit_s: float) -> None:
         if self._thread is not None:
             self._thread.join(limit_s)
-        self._channel.close()
+        self.channel.close()
 
     def _run(self) -> None:
         while (message := self._queue.get()) is not None:
@@ -167,17 +161,17 @@ class Outflow:
         if message.copied is not None:
             message.copied.synchronize()  # releases the GIL, which the launching thread needs
         if message.begun:
-            self._channel.send(content)
+            self.channel.send(content)
         elif len(content) <= SMALL_BYTES:
-            self._channel.send(_HEADER.pack(len(content)) + content)
+            self.channel.send(_HEADER.pack(len(content)) + content)
         else:
-            self._channel.send(_HEADER.pack(len(content)))
-            self._channel.send(content)
+            self.channel.send(_HEADER.pack(len(content)))
+            self.channel.send(content)
 
     def _fail(self, ticket: Ticket, error: MessageError) -> None:
         with self._lock:
             self._error = error
-        self._channel.cut()  # so that the peer notices as well
+        self.channel.cut()  # so that the peer notices as well
         ticket.finish(error)
         while not self._queue.empty():
             if (message := self._queue.get()) is not None:
@@ -209,7 +203,7 @@ class Inflow:
     """Incoming message queue of one peer and lane. The receiver thread starts when the kernel cannot buffer all messages."""
 
     def __init__(self, channel: Connection, name: str) -> None:
-        self._channel, self._name = channel, name
+        self.channel, self._name = channel, name
         self._queue: deque[Arrival] = deque()
         self._unread_bytes = 0
         self._asked = False  # whether a caller waits for the receiver thread
@@ -255,7 +249,7 @@ class Inflow:
             if isinstance(error, OSError) and error.errno is None:
                 raise
             if isinstance(error, TimeoutError):
-                raise MessageError("timed out waiting for the message") from None
+                raise OverdueError("timed out waiting for the message") from None
             self._fail(_closed(error))
         finally:
             with self._lock:
@@ -303,10 +297,10 @@ class Inflow:
 
     def _fill(self, until_s: float | None) -> None:
         while self._part:
-            self._part = self._part[self._channel.receive_some(self._part, until_s) :]
+            self._part = self._part[self.channel.receive_some(self._part, until_s) :]
 
     def _fail(self, error: MessageError) -> None:
-        self._channel.cut()  # so that the peer notices as well
+        self.channel.cut()  # so that the peer notices as well
         with self._lock:
             self._error = error
             while self._queue:
@@ -316,7 +310,7 @@ class Inflow:
         """Shut the connection down, so that all its messages fail. `close` must follow."""
         with self._lock:
             self._error = self._error or MessageError("the connection was closed here")
-        self._channel.cut()
+        self.channel.cut()
         self._calls.put(False)
 
     def close(self, limit_s: float) -> None:
@@ -324,7 +318,7 @@ class Inflow:
             self._thread.join(limit_s)
         if self._reading.acquire(timeout=limit_s):  # a waiting reader has returned
             self._reading.release()
-        self._channel.close()
+        self.channel.close()
 
 
 def _finish(arrival: Arrival, error: MessageError | None) -> None:
@@ -343,18 +337,13 @@ def _closed(error: Exception) -> MessageError:
 
 def _connect(
     listener: Listener, address: tuple[str, int], request: Fields, deadline_s: float
-) -> tuple[Connection, Fields | None]:
+) -> tuple[Connection, Fields]:
     """Connect to another listener and return its reply. Retry if it drops the connection: it may be overloaded."""
     while True:
-        channel: Connection | None = None
         try:
-            channel = listener.credentials.connect(address, request, deadline_s)
-            return channel, channel.receive_message()
-        except BaseException as error:
-            if channel is not None:
-                channel.close()
-            dropped = isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
-            if not dropped or time.monotonic() + AGAIN_S > deadline_s:
+            return listener.credentials.connect(address, request, deadline_s)
+        except ConnectionError as error:
+            if isinstance(error, ConnectionRefusedError) or time.monotonic() + AGAIN_S > deadline_s:
                 raise
         time.sleep(AGAIN_S)
 
@@ -370,12 +359,7 @@ class StreamBackend:
     lanes = 2
 
     def __init__(
-        self,
-        listener: Listener,
-        addresses: Sequence[tuple[str, int]],
-        device: int,
-        name: str,
-        limit_s: float,
+        self, listener: Listener, addresses: Sequence[tuple[str, int]], device: int, name: str, limit_s: float
     ) -> None:
         """Connect to all other devices, and accept their connections. MessageError: that took longer than ``limit_s``.
 
@@ -430,6 +414,11 @@ class StreamBackend:
         except MessageError as error:
             raise PeerFailure((peer,), error) from None
         return work
+
+    def moved_bytes(self, peer: int | None = None) -> int:
+        """Return the bytes that a peer, or all peers, have acknowledged or sent."""
+        flows: list[tuple[tuple[int, int], Outflow | Inflow]] = [*self._out.items(), *self._in.items()]
+        return sum(flow.channel.moved_bytes() for (_, each), flow in flows if peer in (None, each))
 
     def _in_host(self, tensors: Sequence[torch.Tensor], work: PendingWork, lane: int) -> list[torch.Tensor]:
         """Copy accelerator tensors to host memory, each one once. The copies are complete after ``work.copied``."""

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from convoy.comm.deadlines import TIMEOUT_S
 from convoy.errors import InputError, shortened, shown
 from convoy.fleet.units import quantity
 from convoy.layout.collectives import Reduce
@@ -21,8 +22,7 @@ from convoy.plan.presets import AUTO, PLANS
 MAX_DEVICES = 1024  # more processes on one machine are a typing error
 MAX_NUMBER = 1e10  # upper bound of a setting without its own: more is a typing error
 
-NO_LOG = Path("none")
-"""Value of `log` for no log."""
+NO_LOG = Path("none")  # value of `log` for no log
 
 AUTO_DEVICE, ALL = "auto", "all"
 """`--devices auto`: every GPU of this machine, or its CPU if it has none. `all`: every GPU and the CPU. As the name of one
@@ -238,7 +238,7 @@ class Settings(BaseModel):
         None, "Let devices join at HOST or HOST:PORT of this machine (or of device 0's). Needs --job-key.", here=True
     )
     port: int | None = _fleet(None, "Rendezvous port of the processes; default: a free one.", here=True, ge=0, le=65535)
-    timeout_s: Seconds = _fleet(60.0, "Time after which a silent device counts as lost.", here=True, gt=0, le=1e6)
+    timeout_s: Seconds = _fleet(TIMEOUT_S, "Upper bound of waits for a device that lives.", here=True, gt=0, le=1e6)
 
     epochs: int = _step(1, "Passes over the training images.", often=True, ge=1)
     batch: int = _step(64, "Global batch: samples per step.", often=True, ge=1)

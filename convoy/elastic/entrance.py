@@ -12,6 +12,7 @@ import torch
 from convoy._version import __version__
 from convoy.comm import processes
 from convoy.comm.connection import Connection, Credentials, Fields, NotOfThisJob, credentials_of
+from convoy.comm.deadlines import TIMEOUT_S
 from convoy.comm.environment import JOIN, ProcessEnv, own_address
 from convoy.comm.group import AloneGroup, ChangingGroup, Group
 from convoy.comm.job_key import KEY_PIPE, MAX_BYTES, hand_over
@@ -29,7 +30,7 @@ ROUNDS = 3  # unanswered attempts at every address, then the job counts as ended
 MOST_ADDRESSES = 64  # a joining device stores at most this number of addresses
 
 
-def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, key: str | None = None) -> Group:
+def join(device: str | torch.device | None = None, timeout_s: float = TIMEOUT_S, *, key: str | None = None) -> Group:
     """Join this process's job, and return the group of its processes. Without a job, return a group of one.
 
     torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...) describe the job. With `convoy run --join`, the job already runs,
@@ -38,7 +39,7 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, k
     Args:
         device: where to compute, such as "cpu" or "cuda:1". Default: CONVOY_DEVICE, else the accelerator whose number is
             this process's local rank, else the CPU.
-        timeout_s: time limit of this and every later wait for the others, before they count as lost.
+        timeout_s: upper bound of this and every later wait. A device that ends, freezes or cannot be reached is found sooner.
         key: the text of a key file, equal on all processes; needed if no launcher passes it (Ray actors).
 
     Raises:
@@ -188,16 +189,14 @@ class Entrance:
             self._disconnect()
         try:
             if self._connection is None:
-                self._connection = address, self.credentials.connect(address, request, deadline_s)
-            else:
-                self._connection[1].deadline(deadline_s)
-                self._connection[1].send_message(request)
-            answer = self._connection[1].receive_message()
+                connection, answer = self.credentials.connect(address, request, deadline_s)
+                self._connection = address, connection
+                return answer
+            self._connection[1].deadline(deadline_s)
+            return self._connection[1].ask(request)
         except BaseException:
             self._disconnect()
             raise
-        assert answer is not None  # this connection blocks
-        return answer
 
     def _disconnect(self) -> None:
         if self._connection is not None:

@@ -27,13 +27,8 @@ from convoy.elastic.admission import Address, Applicant, Applicants
 from convoy.elastic.agreement import Event, Generation, Lost, Member, Pairs, observe
 from convoy.errors import ConvoyError, DeviceLostError, InputError
 
-# A device counts as lost if it is silent for this fraction of the group's time limit (3 s of 60 s), or at least this number of
-# seconds: on a busy machine a live device may need a second to answer.
-SILENT_PART, LEAST_SILENCE_S = 1 / 20, 2.0
-FIRST_PART, SECOND_PART = (
-    1 / 2,
-    1 / 3,
-)  # of the allowed silence: limits of a request and its repetition; the rest is a pause
+# Fractions of the allowed silence: the limits of a request and its repetition. The rest is a pause.
+FIRST_PART, SECOND_PART = 1 / 2, 1 / 3
 MEETINGS = 5  # an unsuccessful regroup ends after this number of the group's time limits
 POLL_S = 0.02  # between two requests to the leader
 REPORT_S = 0.1  # to wait for the error report of a device that leaves
@@ -101,7 +96,6 @@ class Membership:
         home: the home of a device that is alone or joins a running job; None: derive it from the group.
 
     Attributes:
-        silence_s: seconds after which a silent device counts as lost.
         applicants: the join requests at this device.
         offer: the job's description for joining devices; None: admit no device.
     """
@@ -112,7 +106,6 @@ class Membership:
             assert isinstance(joined, JoinedGroup)
             home = Home.of(joined)
         self.group, self.timeout_s = group, group.timeout_s
-        self.silence_s = max(LEAST_SILENCE_S, group.timeout_s * SILENT_PART)
         if isinstance(joined, JoinedGroup):
             joined.report_s = REPORT_S
         self._credentials = home.credentials
@@ -120,7 +113,7 @@ class Membership:
         self.offer: Fields | None = None
         # The listener outlives the groups.
         listener = Listener(listen_at(home.address, home.port), self._credentials, "convoy-members")
-        self._server = HealthServer(joined.device, listener, home.token)
+        self._server = HealthServer(joined.device, listener, home.token, self.timeout_s)
         self._state = Member(joined.device, Generation(0, tuple(range(joined.devices))))
         self._changed = threading.RLock()
         self._store: Address | None = None  # store of the current meeting, or of this generation's
@@ -138,6 +131,11 @@ class Membership:
         self._awake_s, self._slept = _now_s(), False
         self._beats = threading.Thread(target=self._beat, name="convoy-beats", daemon=True)
         self._beats.start()
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds after which a silent device counts as lost, derived from the recent round trips."""
+        return self._server.limit_s
 
     @property
     def me(self) -> int:
@@ -198,7 +196,7 @@ class Membership:
 
     def _abort_group(self, event: Event) -> None:
         if isinstance(event, Lost):
-            cause = "its process has ended" if event.dead else f"it did not answer for {self.silence_s:g} s"
+            cause = "its process has ended" if event.dead else f"it did not answer for {self.silence_s:.3g} s"
             error = DeviceLostError(event.device, f"device {event.device} was lost: {cause}")
         else:
             error = UnnamedLossError(self.me, self._state.reason or "another device of the job was lost")
@@ -259,9 +257,12 @@ class Membership:
                 members, training = self.generation.members, self._state.phase == "training"
             if not training or len(members) < 2:
                 continue
-            device = members[(members.index(self.me) + 1) % len(members)]
+            index = (members.index(self.me) + 1) % len(members)
+            device, before, waited_s = members[index], self.group.moved_bytes(index), self.silence_s
             reply = self._ask(device, "beat")
-            if isinstance(reply, NoAnswer):
+            if isinstance(reply, NoAnswer) and reply is not NoAnswer.DEAD and self.group.moved_bytes(index) != before:
+                self._server.note_trip(waited_s)  # bytes move, so the link is slow
+            elif isinstance(reply, NoAnswer):
                 with self._changed:
                     if members == self.generation.members and not self._closed.is_set():
                         self._observe(Lost(device, reply is NoAnswer.DEAD))
@@ -378,9 +379,8 @@ class Membership:
         index, count = generation.index(self.me), len(generation.members)
         try:
             if count == 1:
-                alone = AloneGroup(self.group.torch_device, self.timeout_s)
-                alone.ids = generation.members
-                group: Group = alone
+                group: Group = AloneGroup(self.group.torch_device, self.timeout_s)
+                group.ids = generation.members
             else:
                 if hosts:
                     host = self._server.address[0]
@@ -388,8 +388,9 @@ class Membership:
                 assert self._store is not None
                 env = ProcessEnv(index, count, 0, None, *self._store, hosted=False, attempt=0)
                 grows = set(generation.members) - set(self.generation.members)
-                # A joining device that does not come must not delay the others for long.
-                limit_s = self.silence_s if grows else max(5.0, 2 * self.silence_s)
+                # Connecting takes some round trips per device. A joining device that does not come must not delay the
+                # others for long, while members may notice a loss later than this one.
+                limit_s = self._server.limit_of(2 * count) + (0.0 if grows else self.silence_s)
                 met = meet(env, self.group.torch_device, limit_s, generation.number, self._credentials)
                 met.timeout_s, met.report_s, met.ids = self.timeout_s, REPORT_S, generation.members
                 group = met

@@ -11,7 +11,7 @@
     │  ◄──── output of the first device, exit status of each device
     │  end ───────────────────────────►   after a device failed, or after Ctrl-C
 
-`local.py` starts the devices of this machine. `fleet.py` also writes its job for a shell, Slurm or Kubernetes.
+`local.py` starts the devices of this machine. `pairing.py` copies a job's key to another machine by a one-time code.
 `survey.py` queries hosts for their hardware (`convoy fleet init`). The package `fleet`, below the planner, describes fleets.
 This package is above the trainer, because it checks settings and starts jobs.
 """

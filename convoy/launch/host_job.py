@@ -42,20 +42,12 @@ DEFAULTS = JobOptions()
 
 @dataclass(frozen=True)
 class HostJob:
-    """One host of a fleet and its devices: indices in the fleet, torch devices, further variables of each.
-
-    `memory_bytes`: memory that plans may use on its CPU devices; 0: unknown.
-    """
+    """One host of a fleet and its devices: indices in the fleet, torch devices, further variables of each."""
 
     host: "Host"
     ranks: tuple[int, ...]
     names: tuple[str, ...]
     own: tuple[Mapping[str, str], ...]
-    memory_bytes: int = 0
-
-    @property
-    def gpus(self) -> int:
-        return sum(name.startswith("cuda") for name in self.names)
 
     def title(self, rank: int) -> str:
         """Name a device in messages, after its index."""
@@ -70,8 +62,7 @@ def host_jobs(fleet: "Fleet") -> list[HostJob]:
         devices = [fleet.devices[rank] for rank in ranks]
         kinds = [device.kind for device in devices]
         names = tuple(f"{kind}:{kinds[:n].count(kind)}" if kind != "cpu" else kind for n, kind in enumerate(kinds))
-        memory = sum(int(device.memory_bytes or 0) for device in devices if device.kind == "cpu")
-        made.append(HostJob(host, ranks, names, tuple(map(_own_variables, devices)), memory))
+        made.append(HostJob(host, ranks, names, tuple(map(_own_variables, devices))))
     return sorted(made, key=lambda job: job.ranks)
 
 

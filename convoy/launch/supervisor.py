@@ -30,8 +30,7 @@ POLL_S = 0.1  # seconds between two checks for ended processes and signals
 TAIL_BYTES = CHUNK_BYTES = 65_536
 LAST_CHUNKS = 16  # to read after a process has ended: more than a pipe holds. A grandchild could write forever
 
-Sink = Callable[[bytes], None]
-"""Receives output in chunks. An empty chunk marks the end."""
+Sink = Callable[[bytes], None]  # receives output in chunks. An empty chunk marks the end
 
 Output = int | Sink | Literal["keep"] | None
 """Target of output: a file descriptor or `subprocess` constant, a sink, or the process's tail; None: inherited."""

@@ -142,14 +142,14 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     size = whole(environment, "SLURM_STEP_NUM_TASKS", 1, MAX_PROCESSES)
     here = tasks_on(environment["SLURM_STEP_TASKS_PER_NODE"], whole(environment, "SLURM_NODEID", 0, MAX_PROCESSES))
     local = whole(environment, "SLURM_LOCALID", 0, here - 1)
+    gpus = environment.get("SLURM_STEP_GPUS")  # those that this process sees; with --gpus-per-task only its own
     job = step = 0
     if not environment.get("MASTER_PORT"):  # one port per step and job
         job, step = (whole(environment, name, 0, 1 << 40) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return {
         "RANK": str(whole(environment, "SLURM_PROCID", 0, size - 1)),
         "WORLD_SIZE": str(size),
-        # With --gpus-per-task each process sees only its own GPUs, numbered from 0.
-        "LOCAL_RANK": "0" if environment.get("SLURM_GPUS_PER_TASK") else str(local),
+        "LOCAL_RANK": str(local % len(gpus.split(",")) if gpus else local),
         "LOCAL_WORLD_SIZE": str(here),
         "MASTER_ADDR": environment.get("MASTER_ADDR")
         or (_LOOPBACK if here == size else first_host(environment["SLURM_STEP_NODELIST"])),

@@ -28,8 +28,7 @@ from convoy.measure.job_plans import Plans
 from convoy.measure.layer_timer import measure_speeds
 from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.measure.timing import Progress
-from convoy.model.nested import Example
-from convoy.model.tracing import TracedModel, trace
+from convoy.model.tracing import Example, TracedModel, trace
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, Speeds, named_plan

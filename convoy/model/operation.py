@@ -5,9 +5,9 @@
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -262,6 +262,15 @@ class _PlaceholderValues:
 def fill(form: Any, tensors: Sequence[Any]) -> Any:
     """Return a nested value with these tensors in place of each `Ref`, in new objects that the caller may change."""
     return _PlaceholderValues(tensors, 0).fill(form)
+
+
+def with_trained(traced: TracedModel, trained: Collection[str]) -> TracedModel:
+    """Return the trace in which exactly the parameters with these keys require a gradient."""
+    layers = {}
+    for name, layer in traced.graph.layers.items():
+        own = {key: replace(p, trainable=p.key in trained) for key, p in layer.parameters.items()}
+        layers[name] = replace(layer, parameters=own)
+    return traced if layers == traced.graph.layers else replace(traced, graph=replace(traced.graph, layers=layers))
 
 
 def disable_in_place(model: nn.Module) -> nn.Module:

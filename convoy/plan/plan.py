@@ -72,11 +72,6 @@ class Plan:
     def named(self, name: str) -> "Plan":
         return replace(self, name=name)
 
-    def restricted(self, graph: Graph) -> "Plan":
-        """Return the plan for a part of its graph, with that part's outputs on every device."""
-        layers, kept = ({k: v for k, v in rows.items() if k in graph.layers} for rows in (self.layers, self.sharded))
-        return replace(self, model=graph.fingerprint, layers=layers, sharded=kept, outputs="everywhere")  # type: ignore[arg-type]
-
     def check(self, graph: Graph, devices: int | None = None) -> None:
         """Raise PlanError if the plan does not fit the model or the number of devices."""
         plan = f"plan {self.name!r}"

@@ -82,10 +82,20 @@ def read_inputs(tensors: Sequence[Tensor], batch: int | None, whole: bool, annou
     return StepInputs(tensors, wholes, batch, from_loader, wanted)
 
 
+def sample_shapes(inputs: StepInputs, graph: Graph, group: Group) -> tuple[Shape, ...]:
+    """Return the shape of each input per sample. Raise InputError if the model takes other inputs than these."""
+    if [x.dim() - 1 for x in inputs.tensors] != [len(layer.shape) for layer in graph.inputs]:
+        got = ", ".join(str(tuple(x.shape)) for x in inputs.tensors)
+        takes = ", ".join(str(layer.shape) for layer in graph.inputs)
+        raise InputError(
+            f"device {group.ids[group.device]} got inputs of shape {got}; the model takes batches of samples of shape {takes}: "
+            "give as many inputs, and a batch axis to a single sample: x[None]"
+        )
+    return tuple([tuple(x.shape[1:]) for x in inputs.tensors])
+
+
 def local_inputs(inputs: StepInputs, steps: StepList, graph: Graph, group: Group) -> list[Tensor]:
     """Return the local batch of each input. Raise InputError if the inputs do not fit the model."""
-    if len(inputs.tensors) != len(steps.inputs):
-        raise InputError(f"the model takes {len(steps.inputs)} inputs, got {len(inputs.tensors)}")
     device, parts = group.device, []
     for x, value, whole in zip(inputs.tensors, steps.inputs, inputs.wholes, strict=True):
         expected = value.shape if whole else local_shape(value.layout, device, value.shape)
@@ -107,24 +117,13 @@ def local_inputs(inputs: StepInputs, steps: StepList, graph: Graph, group: Group
 
 def _misshapen(device: int, shape: Shape, expected: Shape, inputs: StepInputs, whole: bool) -> InputError:
     what = f"device {device} got an input of shape {shape}"
-    if shape == expected[1:]:
-        return InputError(f"{what}, one sample without the batch axis: give x[None]")
-    if shape[1:] != expected[1:]:
-        return InputError(
-            f"{what}, but the samples of distribute()'s example have the shape {expected[1:]}: give distribute() an example "
-            "with the shape of the data, such as a batch of the loader"
-        )
     if whole:
         return InputError(f"{what}; the global batch is {expected}: give all inputs the same number of samples")
-    if inputs.announced:
-        return InputError(
-            f"{what}; the loader's last batch had {inputs.batch} samples, and its local batch is {expected}. If these samples "
-            "come from your own DataLoader, give that to convoy.prepare or convoy.loader too; if every device has this same "
-            "global batch: model(x, whole=True)"
-        )
+    source = "the loader's last batch" if inputs.announced else "the global batch"
     return InputError(
-        f"{what}; the local batch of {inputs.batch} samples is {expected}: use convoy.loader, or give the size of the global "
-        "batch: model(x, batch=n); if every device has all of it: model(x, whole=True)"
+        f"{what}; {source} had {inputs.batch} samples, and its local batch is {expected}. Give your own DataLoader to "
+        "convoy.prepare or convoy.loader, or call model(x, batch=n) with the size of the global batch; if every device has all "
+        "of it: model(x, whole=True)"
     )
 
 

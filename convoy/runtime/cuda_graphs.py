@@ -215,7 +215,8 @@ class CapturedGraph:
         for own, g in zip(self._given, graded, strict=True):
             own.zero_() if g is None else own.copy_(g)
         self._backward()
-        self.pending = None
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self.pending = None
         copies = iter(torch._foreach_mul([g for g in self._gradients if g is not None], 1.0))
         found = iter([g if g is None else next(copies) for g in self._gradients])
         return [next(found) if wanted else None for wanted in self.wants]

@@ -2,10 +2,11 @@
 
 import math
 import operator
-from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from convoy.comm.group import Group, present
 from convoy.errors import InputError
 from convoy.layout.layout import Split, holders
 from convoy.model.graph import Graph, Layer
-from convoy.model.tracing import TracedModel, bind_operation
+from convoy.model.operation import TracedModel, bind_operation
+from convoy.model.tracing import StateWatch
 from convoy.model.tracing.python_state import is_of_user, refuse_changes, subtree
 from convoy.plan import device_program as ops
 from convoy.plan.compile import check_programs, compile_all, compile_device, without_gradients
@@ -25,15 +27,16 @@ from convoy.runtime import kernels
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.runtime.clock import Clock
 from convoy.runtime.cuda_graphs import CudaGraphs, Regions, regions_of
-from convoy.runtime.exchange import Buffers, Lane, Slots
-from convoy.runtime.gradients import Found, SegmentSums, Sums, Worker, collect, own_memory, packed, unpack
+from convoy.runtime.exchange import Buffers, Lane
+from convoy.runtime.gradients import Found, SegmentSums, Sums, collect, own_memory, packed, unpack
+from convoy.runtime.model_checks import HookTables
 from convoy.runtime.program import BoundSegment, Item, LayerCall, Program
 from convoy.runtime.weights import GatheredParameters, PlanInUse
 
 
 @dataclass
 class Tape:
-    """The state that one forward pass saves for backward. Each layer's state is dropped as soon as it is used.
+    """The state that one forward pass saves for backward. The last backward drops each layer's state as soon as it is used.
 
     Attributes:
         saved: per layer, the state that its arithmetic saved.
@@ -41,10 +44,12 @@ class Tape:
         fused: per segment, autograd's graph: its roots and the edge of each output.
         precision: number type of the layers' arithmetic; None: the model's own.
         regions: layers that may run as one CUDA graph.
+        kept: whether another backward may follow the current one (`retain_graph=True`).
     """
 
     program: Program
     precision: torch.dtype | None
+    kept: bool = False
     regions: Regions = field(default_factory=dict)
     saved: dict[str, Any] = field(default_factory=dict)
     norms: dict[str, Normalisation] = field(default_factory=dict)
@@ -69,7 +74,6 @@ class Executor:
         self.arithmetic: dict[str, kernels.Arithmetic] = {}
         self.calls = {name: bind_operation(model, operation) for name, operation in traced.operations.items()}
         self.norms: dict[str, GlobalBatchNorm] = {}
-        self.slots, self._worker = Slots(), Worker("convoy-sums")
         self.expected_s: Expected = by_arithmetic
         self.graphs: CudaGraphs | None = None
         self._places: dict[str, tuple[dict[str, nn.Parameter | None], str]] = {}
@@ -150,7 +154,7 @@ class Executor:
         return torch.empty((0, *layer.shape), dtype=getattr(torch, layer.dtype), device=self.group.torch_device)
 
     def _run_forward(self, program: Program, tape: Tape, buffers: Buffers, *, keep: bool) -> None:
-        lane = Lane(self.group, 0, self.slots)
+        lane = Lane(self.group, 0, self.gathered.slots)
         for item in program.forward:
             match item.operations[0]:
                 case ops.Fused() as fused:
@@ -201,12 +205,10 @@ class Executor:
     def _expected_s(self, fused: ops.Fused, program: Program) -> dict[str, float]:
         key = (fused.number, fused.phase)
         if key not in program.expected_s:
-            found: dict[str, float] = {}
+            found = program.expected_s[key] = defaultdict(float)
             for op in fused.operations:
                 if isinstance(op, ops.Compute):
-                    seconds = self.expected_s(self.traced.graph[op.layer], fused.phase, op.size)
-                    found[op.layer] = found.get(op.layer, 0.0) + seconds
-            program.expected_s[key] = found
+                    found[op.layer] += self.expected_s(self.traced.graph[op.layer], fused.phase, op.size)
         return program.expected_s[key]
 
     def _forward(self, op: ops.Compute, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
@@ -267,7 +269,7 @@ class Executor:
         # For a sharded parameter, earlier micro-batches left a summed shard: add it after the reduce-scatter.
         found: Found = {key: gradient for key, gradient in before.items() if key not in tape.program.into_shares}
         # After a regroup, sums of this backward must not send to the new group.
-        sums = Sums(present(self.group), program.sums, self.slots, self._worker)
+        sums = Sums(present(self.group), program.sums, self.gathered.slots, self.gathered.worker)
         with self.gathered.in_place(program.gathered):
             self._run_backward(program, tape, buffers, found, sums)
         for key in tape.program.into_shares & before.keys():
@@ -297,7 +299,7 @@ class Executor:
         return parameter
 
     def _run_backward(self, program: Program, tape: Tape, buffers: Buffers, found: Found, sums: Sums) -> None:
-        lane = Lane(self.group, 0, self.slots)
+        lane = Lane(self.group, 0, self.gathered.slots)
         for item in program.backward:
             match item.operations[0]:
                 case ops.Fused() as fused:
@@ -337,7 +339,7 @@ class Executor:
 
     def _fused_backward(self, fused: ops.Fused, buffers: Buffers, found: Found, tape: Tape, sums: Sums) -> None:
         """Compute the gradients of a segment's inputs and parameters; start the parameters' sums immediately."""
-        roots, outputs = tape.fused.pop(fused.number)
+        roots, outputs = tape.fused[fused.number] if tape.kept else tape.fused.pop(fused.number)
         computed = [op for op in fused.operations if isinstance(op, ops.Compute)]
         layers = dict.fromkeys(op.layer for op in computed)
         parameters = {p.key: self._parameter(p.key) for name in layers for p in self.traced.graph[name].trainable}
@@ -351,30 +353,28 @@ class Executor:
         with self.clock.segment(self._expected_s(fused, tape.program), fused.phase) as end_lap:
             leaving = SegmentSums(self.model, self.traced.graph, fused, buffers, found, sums, end_lap)
             with leaving.watching(parameters):
-                results = iter(kernels.gradients_of(pairs, [*roots.edges, *parameters.values()]))
+                results = iter(kernels.gradients_of(pairs, [*roots.edges, *parameters.values()], last=not tape.kept))
             del pairs
             gradients = roots.or_zeros(results)
-        wanted = [
-            name for name, wants in zip(fused.writes, tape.program.segments[fused.number].wants, strict=True) if wants
-        ]
+        wanted = compress(fused.writes, tape.program.segments[fused.number].wants)
         buffers.update((name, g) for name, g in zip(wanted, gradients, strict=True) if name)
         for key, gradient in zip(parameters, results, strict=True):
             leaving.collect(key, gradient)
         leaving.finish()
 
     def _backward(self, op: ops.Compute, buffers: Buffers, found: Found, tape: Tape) -> None:
-        layer = self.traced.graph[op.layer]
+        layer, last = self.traced.graph[op.layer], op.last and not tape.kept
         g = buffers[op.reads[0]]
-        saved = tape.saved.pop(op.layer) if op.last else tape.saved[op.layer]
+        saved = tape.saved.pop(op.layer) if last else tape.saved[op.layer]
         with self.clock.compute(op.layer, "backward"):
             if len(op.reads) > 1:
                 row, rows = (buffers[name] for name in op.reads[1:])
-                by = tape.norms.pop(op.layer)
+                by = tape.norms[op.layer]
                 inputs, own = self.norms[op.layer].backward(saved, g, by, row, rows, op.wants[0])
             else:
                 run = self.arithmetic[op.layer]
                 backward = partial(kernels.backward_by_rows, run) if isinstance(saved, list) else run.backward
-                inputs, own = backward(saved, g, op.wants, op.part, op.last)  # type: ignore[arg-type]
+                inputs, own = backward(saved, g, op.wants, op.part, last)  # type: ignore[arg-type]
         if op.part != "weight":
             for name, gradient in zip(op.writes, inputs, strict=True):
                 if name and gradient is not None:
@@ -419,57 +419,48 @@ CHECKED_DEVICES = 16
 """Largest number of devices whose programs are checked against each other before the first step. More would take seconds."""
 
 StateDevices = dict[str, set[int]]
-"""For each layer that changes its own state, the devices that have run it."""
+"""For each layer that changes its own state, the devices that have run it, in any variant."""
 
 
-class ProgramCache:
-    """The programs of this device for one plan.
-
-    Args:
-        state_devices: shared by successive plans, because layers keep their state when the plan changes.
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The executor, programs and checks for one trace of the model under one plan.
 
     Attributes:
-        programs: by submodule (see `TracedModel.live`), mode, batch size, requested input gradients, kind of micro-batch.
+        trained: parameters that require a gradient, by key.
+        programs: by batch size, requested input gradients, and kind of micro-batch.
     """
 
-    def __init__(self, in_use: PlanInUse, executors: Mapping[bool, Executor], state_devices: StateDevices) -> None:
-        self._in_use, self._executors, self._state_devices = in_use, executors, state_devices
-        self.programs: dict[tuple[str, bool, int, tuple[InputGradient, ...], MicroBatch], Program] = {}
+    executor: Executor
+    in_use: PlanInUse
+    tables: HookTables
+    state: StateWatch
+    trained: dict[str, nn.Parameter]
+    state_devices: StateDevices
+    programs: dict[tuple[int, tuple[InputGradient, ...], MicroBatch], Program] = field(default_factory=dict)
 
-    def get(
-        self,
-        training: bool,
-        batch: int,
-        wanted: tuple[InputGradient, ...] = (),
-        kind: MicroBatch = "only",
-        of: TracedModel | None = None,
-    ) -> Program:
-        """Return the program for a global batch of this size; `of`: of a split submodule only."""
-        executor = self._executors[training]
-        traced = of or executor.traced
-        key = (traced.path, training, batch, wanted, kind)
+    def program(self, batch: int, wanted: tuple[InputGradient, ...] = (), kind: MicroBatch = "only") -> Program:
+        """Return the program for a global batch of this size."""
+        key = (batch, wanted, kind)
         if key not in self.programs:
-            in_use, graph = self._in_use, traced.graph
-            plan = in_use.plans[training]
-            if traced.path:
-                plan = plan.restricted(graph)
+            in_use, graph = self.in_use, self.executor.traced.graph
             kept = {name: layout for name, layout in in_use.layouts.items() if name not in in_use.borrowed}
-            steps = lower(plan, graph, batch, wanted, kept, kind)
+            steps = lower(in_use.plan, graph, batch, wanted, kept, kind)
             self._check_state(steps, graph)
-            if not self.programs and in_use.devices <= CHECKED_DEVICES:
+            if not self.programs and in_use.plan.devices <= CHECKED_DEVICES:
                 check_programs(compile_all(steps, graph))
-            self.programs[key] = executor.program(steps)
+            self.programs[key] = self.executor.program(steps)
         return self.programs[key]
 
     def _check_state(self, steps: StepList, graph: Graph) -> None:
         """Raise InputError if a layer with its own state would run on devices where that state is outdated."""
         for step in steps.phase("forward"):
             if not isinstance(step, ComputeStep) or not (
-                graph[step.layer].changes_state or step.layer in self._state_devices
+                graph[step.layer].changes_state or step.layer in self.state_devices
             ):
                 continue
             here = set(holders(step.writes.layout))
-            before = self._state_devices.setdefault(step.layer, here)
+            before = self.state_devices.setdefault(step.layer, here)
             if here != before if graph[step.layer].changes_state else not here <= before:
                 raise InputError(
                     f"layer {step.layer!r} changes its Python state, buffers or parameters in forward. It ran on the devices "

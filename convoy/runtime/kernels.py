@@ -1,6 +1,6 @@
 """Compute one layer on one device's shard: forward, and backward by autograd on that layer."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
@@ -20,14 +20,6 @@ Call = Callable[[Sequence[Any], int], Any]
 
 Gradients = tuple[list[Tensor | None], dict[str, Tensor | None]]
 """Gradients of the inputs (None where not wanted), and of the parameters by their key within the layer."""
-
-
-_Conv = Callable[..., Tensor]
-_CONVOLUTIONS: Mapping[tuple[bool, int], _Conv] = {
-    (False, 1): F.conv1d, (False, 2): F.conv2d, (False, 3): F.conv3d,
-    (True, 1): F.conv_transpose1d, (True, 2): F.conv_transpose2d, (True, 3): F.conv_transpose3d,
-}  # fmt: skip
-"""torch's functions, by (transposed, dimensions)."""
 
 
 def under_autocast(dtype: torch.dtype | None, device: str) -> AbstractContextManager[Any]:
@@ -57,7 +49,7 @@ def _call_on_shard(module: Any, layer: Layer) -> Call:
     if layer.kind == "linear":
         return lambda inputs, _samples: F.linear(inputs[0], module.weight, bias())
     transposed = layer.kind == "conv_transpose"
-    function = _CONVOLUTIONS[transposed, len(module.kernel_size)]
+    function: Callable[..., Tensor] = getattr(F, f"{layer.kind}{len(module.kernel_size)}d")
     per_group = (layer.channels_in if transposed else layer.channels_out) // layer.groups
     padding, mode = module.padding, module.padding_mode
 

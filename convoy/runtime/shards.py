@@ -229,9 +229,10 @@ def check_gradients(what: str, parameters: Iterable[nn.Parameter]) -> None:
 
 
 class OwnGradients:
-    """A check that the loss adds no gradients of its own (a penalty on weights) to sharded or unsummed parameters.
+    """A check that gradients of sharded or unsummed parameters come from the model only, and end in `.grad`.
 
-    A penalty on a shard differs between devices; one on an unsummed parameter would be added once per device.
+    A penalty on a shard differs between devices; one on an unsummed parameter would be added once per device. Scripts that
+    take gradients from `torch.autograd.grad` compute their norms and dot products, which are local for shards.
 
     Attributes:
         task: autograd's id of this backward.
@@ -242,11 +243,13 @@ class OwnGradients:
         self.task, self.several = task, False
         self._versions = {g.data_ptr(): g._version for g in gradients}
         self._parameters, self._others = parameters, 0
+        self._before, self._arrived = [*map(_state_of, parameters)], 0
         self._hooks = {0: self._compare}
         for p in parameters:
             p._backward_hooks = self._hooks  # type: ignore[assignment]
 
     def _compare(self, gradient: Tensor | None) -> None:
+        self._arrived += gradient is not None
         # autograd adds another gradient in place, which changes the version, or in new memory.
         if gradient is not None and self._versions.get(gradient.data_ptr()) != gradient._version:
             self._others += gradient.numel() > 0
@@ -258,14 +261,26 @@ class OwnGradients:
         self._parameters = ()
 
     def check(self) -> None:
-        """End the comparison. Raise InputError if the loss used parameters directly."""
+        """End the comparison. Raise InputError if the loss used parameters directly, or gradients did not reach `.grad`."""
+        added = sum(_state_of(p) != before for p, before in zip(self._parameters, self._before, strict=False))
         self.end()
+        if self._arrived > added:
+            raise InputError(
+                f"torch.autograd.grad of {self._arrived - added} parameters that not every device has whole: norms and dot "
+                "products of their gradients would be those of local shards. Use a plan that copies parameters ('data', "
+                "'data-by-speed'), or backward() and .grad"
+            )
         if self._others and not self.several:
             raise InputError(
                 f"the loss uses {self._others} parameters directly (a penalty on weights?). They are shards here, or their "
                 "gradients are not summed yet, so the loss would differ from that of one device. Use the optimizer's "
                 "weight_decay; or use a plan that copies parameters ('data') and compute this loss outside no_sync()"
             )
+
+
+def _state_of(parameter: nn.Parameter) -> tuple[int, int] | None:
+    """Return a value that changes when autograd adds to `.grad`."""
+    return None if parameter.grad is None else (parameter.grad.data_ptr(), parameter.grad._version)
 
 
 # --- weights of shards -------------------------------------------------------------------------------------------------

@@ -175,9 +175,12 @@ class _Step(torch.autograd.Function):
                 "backward with create_graph=True: a distributed model has first derivatives only; leave it out, or, if the "
                 "loss needs second derivatives (a gradient penalty), train on one device"
             )
-        tape, call.tape = call.tape, None
-        if tape is None:
-            raise InputError("backward ran twice through one step: call the model again, or add the losses first")
+        if (tape := call.tape) is None:
+            raise InputError(
+                "backward ran twice through one step: give every backward but the last retain_graph=True, or add the losses"
+            )
+        tape.kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        call.tape = tape if tape.kept else None
         call.begin_backward(output_gradients)
         # Gradients inside a step are not summed yet: autograd calls the hooks later, with the sums.
         held = _take_hooks(call.parameters.values())

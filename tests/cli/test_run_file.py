@@ -75,7 +75,7 @@ def test_missing_file_gives_defaults() -> None:
     found = resolve_settings(None, {})
     assert found.settings == Settings()
     assert set(found.sources.values()) == {"default"}
-    assert ("timeout", "60", "default") in found.rows()
+    assert ("timeout", "600", "default") in found.rows()
     assert ("limit", "-", "default") in found.rows()
 
 

@@ -199,25 +199,25 @@ class StoryPeers:
 
 
 @pytest.mark.parametrize(
-    ("story", "timed_out", "lost", "words"),
+    ("story", "silent_s", "lost", "words"),
     [
-        ({1: NoAnswer.DEAD}, False, 1, "without a report"),
-        ({1: NoAnswer.FROZEN}, True, 1, "sent nothing for 60 s, and its process exists but does not answer"),
-        ({1: NoAnswer.UNREACHABLE}, True, 1, "cable"),
-        ({1: Health(2), 2: Health(3), 3: NoAnswer.DEAD}, True, 3, "without a report"),
-        ({1: Health(2), 2: Health(3), 3: NoAnswer.FROZEN}, False, 3, "frozen"),
-        ({1: Health(2), 2: FailureReport(2, 3, "was lost: a story")}, True, 3, "a story"),
-        ({1: Health(2), 2: LateReport(FailureReport(2, 3, "was lost: a story"))}, True, 3, "a story"),
-        ({1: LateReport(FailureReport(1, 1, "left because of its own error"))}, False, 1, "own error"),
-        ({1: FailureReport(1, 1, "left because of its own error")}, False, 1, "own error"),
-        ({1: Health(2), 2: Health(None)}, True, 2, "alive but sent nothing"),
-        ({1: Health(None)}, False, 1, "continued after an error"),
-        ({1: Health(2), 2: Health(done=True)}, True, 2, "had ended its work"),
-        ({1: Health(0)}, True, 1, r"0 -> 1 -> 0"),
+        ({1: NoAnswer.DEAD}, None, 1, "without a report"),
+        ({1: NoAnswer.FROZEN}, 60.0, 1, "sent nothing for 60 s, and its process exists but does not answer"),
+        ({1: NoAnswer.UNREACHABLE}, 60.0, 1, "cable"),
+        ({1: Health(2), 2: Health(3), 3: NoAnswer.DEAD}, 60.0, 3, "without a report"),
+        ({1: Health(2), 2: Health(3), 3: NoAnswer.FROZEN}, None, 3, "frozen"),
+        ({1: Health(2), 2: FailureReport(2, 3, "was lost: a story")}, 60.0, 3, "a story"),
+        ({1: Health(2), 2: LateReport(FailureReport(2, 3, "was lost: a story"))}, 60.0, 3, "a story"),
+        ({1: LateReport(FailureReport(1, 1, "left because of its own error"))}, None, 1, "own error"),
+        ({1: FailureReport(1, 1, "left because of its own error")}, None, 1, "own error"),
+        ({1: Health(2), 2: Health(None)}, 60.0, 2, "alive but sent nothing"),
+        ({1: Health(None)}, None, 1, "continued after an error"),
+        ({1: Health(2), 2: Health(done=True)}, 60.0, 2, "had ended its work"),
+        ({1: Health(0)}, 60.0, 1, r"0 -> 1 -> 0"),
     ],
 )
-def test_root_cause_of_a_loss_is_found(story: dict[int, Said], timed_out: bool, lost: int, words: str) -> None:
-    verdict = find_failed(StoryPeers(story), me=0, peer=1, timed_out=timed_out, limit_s=60.0)
+def test_root_cause_of_a_loss_is_found(story: dict[int, Said], silent_s: float | None, lost: int, words: str) -> None:
+    verdict = find_failed(StoryPeers(story), me=0, peer=1, silent_s=silent_s, ids=range(4))
     assert verdict.device == lost
     assert words in verdict.cause
 
@@ -229,7 +229,12 @@ def test_connections_to_lost_devices_are_closed() -> None:
     servers = [HealthServer(device, listener, "a test") for device, listener in enumerate(listeners)]
     try:
         for other in servers[1:]:
-            assert servers[0].ask(other.address, "health") == {"waits_for": None, "done": False, "line": ANY}
+            assert servers[0].ask(other.address, "health") == {
+                "waits_for": None,
+                "done": False,
+                "line": ANY,
+                "moved": 0,
+            }
         gone, stays = (servers[0]._open[other.address] for other in servers[1:])
         servers[0].keep_open([servers[2].address])
         assert (gone.socket.fileno() < 0, stays.socket.fileno() < 0) == (True, False)

@@ -15,8 +15,8 @@ import torch
 
 from convoy.comm import listener as listeners
 from convoy.comm.connection import Connection, Credentials, Fields, NotOfThisJob
+from convoy.comm.deadlines import LEAST_S
 from convoy.comm.environment import listen_at
-from convoy.comm.failure import PING_S
 from convoy.comm.group import Group, Message, present
 from convoy.comm.job_key import JobKey, make_key
 from convoy.comm.listener import Listener
@@ -51,11 +51,9 @@ def a_listener(key: JobKey) -> Iterator[tuple[Listener, list[Fields]]]:
 
 
 def ask(key: JobKey, address: Address, limit_s: float = 10.0) -> Fields:
-    channel = Credentials(key).connect(address, {"for": "test"}, time.monotonic() + limit_s)
-    with channel.socket:
-        answer = channel.receive_message()
-        assert answer is not None
-        return answer
+    channel, answer = Credentials(key).connect(address, {"for": "test"}, time.monotonic() + limit_s)
+    channel.close()
+    return answer
 
 
 # -------------------------------------------------------------------------------------------------- kinds of attacks
@@ -203,7 +201,7 @@ def test_members_do_not_queue_behind_half_open_connections(key: JobKey) -> None:
         stack.callback(over.set)
         until(lambda: len(connections) > 1000)
         for number in range(20):
-            assert ask(key, listener.address, PING_S) == {"heard": number + 1}
+            assert ask(key, listener.address, LEAST_S) == {"heard": number + 1}
         assert listener.rejected["too many at once"] > 500
 
 
@@ -225,9 +223,9 @@ def test_members_are_answered_while_failed_handshakes_are_paused(key: JobKey, mo
     monkeypatch.setattr(listeners, "MAX_PAUSE_S", 600.0)
     monkeypatch.setattr(listeners, "PAUSE_FACTOR", 1e9)
     with a_listener(key) as (listener, _):
-        channel = Credentials(key).connect(listener.address, {"for": "test"}, time.monotonic() + 10)
+        channel, answer = Credentials(key).connect(listener.address, {"for": "test"}, time.monotonic() + 10)
         with channel.socket:
-            assert channel.receive_message() == {"heard": 1}
+            assert answer == {"heard": 1}
             babble(listener.address)
             until(lambda: sum(listener.rejected.values()) == 1)
             assert channel.ask({"for": "test"}) == {"heard": 2}

@@ -1,4 +1,4 @@
-"""`convoy run`: a user script on every device, here and as a file for Slurm."""
+"""`convoy run`: a user script on every device."""
 
 import contextlib
 import json
@@ -138,15 +138,8 @@ def test_output_of_other_devices_goes_to_files(folder: Path) -> None:
         ([], "nothing to run: give a script"),
         (["nosuch.py"], "the script nosuch.py is not there"),
         (["--devices", "2", "--logs", "tell.py/logs", "tell.py"], "give another folder for the logs"),
-        (["--print", "slurm", "tell.py"], "need a fleet file with an `address` in each [[host]]"),
-        (
-            ["--fleet", "f.toml", "--print", "pbs", "tell.py"],
-            "unknown --print 'pbs': choose one of kubernetes, shell, slurm",
-        ),
-        (["--fleet", "f.toml", "--print", "kubernetes", "tell.py"], "--print kubernetes and --image go together"),
-        (["--fleet", "f.toml", "--image", "lab/convoy:1", "tell.py"], "--print kubernetes and --image go together"),
         (["--fleet", "f.toml", "--devices", "2", "tell.py"], "--devices 2 with --fleet: the file names the devices"),
-        (["--fleet", "here.toml", "tell.py"], "need a fleet file with an `address` in each [[host]]"),
+        (["--fleet", "here.toml", "tell.py"], "--fleet needs a file with an `address` in each [[host]]"),
     ],
 )
 def test_unrunnable_scripts_are_refused(

@@ -44,6 +44,7 @@ SchedulerParameters=bf_interval=1
 SwitchType=switch/none
 MpiDefault=none
 SlurmdParameters=config_overrides
+GresTypes=gpu
 PartitionName=all Nodes=ALL Default=YES MaxTime=5 State=UP
 """
 
@@ -56,8 +57,10 @@ class Cluster:
         (folder / "munge.key").write_bytes(os.urandom(64))
         (folder / "munge.key").chmod(0o400)
         (folder / "hosts").write_text("".join(f"{port.address} {port.host}\n" for port in wiring.ports))
-        nodes = [f"NodeName={port.host} NodeAddr={port.address} CPUs=2\n" for port in wiring.ports]
+        nodes = [f"NodeName={port.host} NodeAddr={port.address} CPUs=2 Gres=gpu:2\n" for port in wiring.ports]
         (folder / "slurm.conf").write_text("".join([CONF.format(folder=folder), *nodes]))
+        # Slurm counts these devices as GPUs, and nothing opens them.
+        (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
         for name in ("state", *(f"spool-{node}" for node in NODES)):
             (folder / name).mkdir()
 
@@ -125,3 +128,15 @@ def test_heterogeneous_slurm_job_has_the_losses_of_one_device(cluster: Cluster) 
     assert threads == ["2", "1", "1"], "one device with the node's two CPUs, two with one each"
     assert losses == pytest.approx(engine_script.plain_losses(), rel=0, abs=1e-10)
     assert not list(cluster.folder.glob("convoy-*.key")), "the job has removed its key"
+
+
+@pytest.mark.parametrize("option", ["--gpus-per-task=1", "--gres=gpu:2"])
+def test_each_process_takes_another_gpu(cluster: Cluster, option: str) -> None:
+    """With the first option a process sees only its own GPU as number 0, with the second it sees both."""
+    program = (
+        "import os; from convoy.machine.launch_env import as_torchrun as found; rank = found(os.environ)['LOCAL_RANK']"
+    )
+    program += "; print('uses GPU', os.environ['CUDA_VISIBLE_DEVICES'].split(',')[int(rank)])"
+    (cluster.folder / "job.sh").write_text(f'#!/bin/sh\nsrun {option} {sys.executable} -c "{program}"\n')
+    printed = cluster.sbatch("--nodes=1", "--ntasks=2", option, "job.sh")
+    assert sorted(printed.splitlines()) == ["uses GPU 0", "uses GPU 1"]

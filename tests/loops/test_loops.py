@@ -8,8 +8,7 @@ from tests.loops import changing, methods, structure
 from tests.support.loops import both
 
 TO_COME = {
-    *(each.__name__ for each in changing.LOOPS),
-    *("two_backwards", "projected_gradients", "video_with_focal_loss", "multi_crop", "paired_images", "cycles"),
+    *("two_backwards", "projected_gradients", "video_with_focal_loss"),
 }
 LOOPS = [
     pytest.param(loop, id=loop.__name__, marks=pytest.mark.xfail if loop.__name__ in TO_COME else ())

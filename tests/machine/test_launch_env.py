@@ -86,7 +86,9 @@ SAID: list[tuple[str, dict[str, str], tuple[int, int, int, int | None, str, int]
         SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "gpu02"},
         (6, 8, 1, 8, "127.0.0.1", 15_000 + 4711 + 2 * 1009),
     ),
-    ("slurm, a GPU of its own each", SLURM | {"SLURM_GPUS_PER_TASK": "1"}, (6, 8, 0, 3, "gpu02", 21_729)),
+    # Regression: Slurm sets SLURM_GPUS_PER_TASK for a batch script, not for the processes of srun --gpus-per-task.
+    ("slurm, a GPU of its own each", SLURM | {"SLURM_STEP_GPUS": "2"}, (6, 8, 0, 3, "gpu02", 21_729)),
+    ("slurm, all GPUs for all", SLURM | {"SLURM_STEP_GPUS": "0,1,2"}, (6, 8, 1, 3, "gpu02", 21_729)),
     ("the script of a slurm job", SLURM_SCRIPT, None),
     ("a shell in a slurm job", SLURM_SHELL, None),
     # Slurm's own plugin for MPI, and launchers within a Slurm step.

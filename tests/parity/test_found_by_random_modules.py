@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.comm.group import Group
-from convoy.errors import InputError
 from convoy.model.operation import Operation, Ref, call_operation
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
@@ -302,20 +301,6 @@ def test_stories(story: str) -> None:
     expected = trained(reference, reference, reference.state_dict)
     for found in run_on_threads(3, on_device, timeout_s=20):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-
-
-def test_a_part_that_train_thaws_is_refused() -> None:
-    """Frozen when it was distributed, thawed by model.train(): its batch norm went on by what it had noted."""
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), Asking(lambda _, x: x), nn.BatchNorm2d(4)).double()
-    model[1] = nn.Sequential(nn.BatchNorm2d(4), nn.Dropout(0.5)).double().eval()
-
-    def step(call: Callable[[int], Tensor], here: Distributed) -> None:
-        call(6)
-        here.train()
-        call(6)
-
-    with pytest.raises(InputError, match=r"module '1.0' was thawed after distribute"):
-        on_two(model, step)
 
 
 def test_one_sample_whose_axes_were_permuted_before_a_batch_norm() -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from convoy.comm.group import Group
-from convoy.errors import InputError
 from convoy.layout.layout import Replicated
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower

@@ -1,9 +1,12 @@
 """A user script in float64 whose devices may be lost and may join. It prints one line of JSON per step.
 
-convoy run --goes-on --devices 2 tests/support/members_script.py EPOCHS
+convoy run --goes-on --devices 2 tests/support/members_script.py EPOCHS [COMMAND]
+
+The last device calls COMMAND after step 6.
 """
 
 import json
+import subprocess
 import sys
 
 import torch
@@ -34,6 +37,8 @@ def main() -> None:
                 optimizer.step()
             if attempt.finished:
                 convoy.print(json.dumps({"step": members.steps, "loss": loss.item()}), flush=True)
+                if members.steps == 6 and group.device == 2 and sys.argv[2:]:
+                    subprocess.run(sys.argv[2].split(), check=True)
     members.close()
 
 

@@ -16,8 +16,8 @@ from torch.nn.parameter import is_lazy
 
 from convoy.errors import InputError
 from convoy.model.graph import Graph
-from convoy.model.nested import CallForm, Example
-from convoy.model.operation import TracedModel, bind_operation, disable_in_place
+from convoy.model.nested import CallForm, Example, tensors_of
+from convoy.model.operation import TracedModel, disable_in_place
 from convoy.model.split_rules import register_layer
 from convoy.model.tracing.copies import (
     KINDS,
@@ -30,19 +30,31 @@ from convoy.model.tracing.copies import (
     shared_parameters,
 )
 from convoy.model.tracing.layer_builder import LayerBuilder
-from convoy.model.tracing.live import LiveModel, RecordedForward, live_model
+from convoy.model.tracing.live import LiveModel, RecordedForward, SubmoduleCall, live_model, samples_in
 from convoy.model.tracing.node_values import BATCHES, Spec, Untraceable
 from convoy.model.tracing.python_state import State, StateWatch, changed, modes_of
 from convoy.model.tracing.tracer import TRACE_LOCK, GivenUp, nodes_of
 from convoy.model.tracing.trials import first_line
 
-__all__ = ["StateWatch", "TracedModel", "bind_operation", "disable_in_place", "register_layer", "trace", "unwrapped"]
+__all__ = [
+    "Example",
+    "StateWatch",
+    "TracedModel",
+    "copied",
+    "disable_in_place",
+    "register_layer",
+    "samples_in",
+    "trace",
+    "unwrapped",
+]
 
 _MOST_SAMPLES = 8
 """The most samples in a trial call of a layer with user code."""
 
 
-def trace(model: nn.Module, example: Example, *, training: bool = True, like: TracedModel | None = None) -> TracedModel:
+def trace(
+    model: nn.Module, example: Example, *, training: bool | None = True, like: TracedModel | None = None
+) -> TracedModel:
     """Trace a model into layers and the operations that compute them. The model itself is not changed.
 
     Args:
@@ -50,21 +62,22 @@ def trace(model: nn.Module, example: Example, *, training: bool = True, like: Tr
             all tensors that it is given is the batch.
         example: a batch, or arguments of forward: by position in a tuple, by name in a dict. Of tensors, also in nested tuples,
             lists, dicts and dataclasses, only shape and dtype matter; other values are constants.
-        training: trace the model in training (dropout, batch statistics, auxiliary outputs) or in evaluation.
-        like: a trace of the same model in the other mode. Calls that form one layer there also form one here, so that both
-            modes have the parameters in the same layers.
+        training: trace the model in training (dropout, batch statistics, auxiliary outputs) or in evaluation; None: as it is.
+        like: another trace of the same model. Calls that form one layer there also form one here, so that both have the
+            parameters in the same layers.
 
     Raises:
         InputError: the model cannot be copied or traced, does not run on the example, or returns values other than tensors.
     """
     inner = unwrapped(model)
     _check_parameters(inner)
-    state, copy = State(dict(inner.named_modules())), partial(_copied, inner, training)
+    state, copy, overwrites = State(dict(inner.named_modules())), partial(_copied, inner, training), False
     with TRACE_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the model's own warnings appear again in training
-        before = state.forms()
-        call = None
+        before, call = state.forms(), None
         try:
+            if like is not None and like.path:
+                return _split(inner, copy, [SubmoduleCall(like.path, like.call, tensors_of(example))], like).live[0]
             call, examples = _one_batch(inner, example)
             if like is not None and like.live is not None:
                 raise Untraceable("its forward runs on every device in training")
@@ -75,9 +88,12 @@ def trace(model: nn.Module, example: Example, *, training: bool = True, like: Tr
         except Untraceable as reason:
             if _is_on_meta(inner):
                 raise _needs_weights(inner, str(reason)) from None
-            recorded, overwrites = RecordedForward(copy(), example), False
+            if like is not None and like.path:
+                raise InputError(f"{like.path!r} cannot be traced: {reason}") from None
+            recorded = RecordedForward(copy(), example)
             traced = _live(inner, recorded, copy, like)
-            traced = replace(traced, call=call, note=recorded.note(traced, str(reason)))
+            note = recorded.note(traced, str(reason))
+            traced = replace(traced, call=call, modes=modes_of(recorded.model), note=note)
         names = changed(before, state.forms())
     if names:
         raise InputError(
@@ -101,7 +117,8 @@ def _one_batch(model: nn.Module, example: Example) -> tuple[CallForm, Sequence[T
         raise Untraceable(str(error)) from None
     lengths = {t.shape[:1] for t in tensors}
     if len(lengths) != 1 or torch.Size() in lengths:
-        raise Untraceable("it takes other things than tensors whose first axis is the batch")
+        shapes = ", ".join(f"{name} of {tuple(t.shape)}" for name, t in zip(call.names, tensors, strict=True))
+        raise Untraceable(f"its arguments are not tensors whose first axis is the batch ({shapes or 'none'})")
     return call, tensors
 
 
@@ -112,23 +129,33 @@ def _live(
     among = None if like is None else [part.path for part in like.live or ()]
     whole: set[str] = set()
     while calls := recorded.largest(whole, among):
-        examples = [t for call in calls for t in call.tensors]
-        form, _ = CallForm.of(LiveModel(model, calls), examples)
-        capture = _Capture(lambda: LiveModel(copy(), calls), form, examples, like)
         try:
-            traced = replace(_with_hooks(capture.run(), capture.model, model), modes=modes_of(capture.model))
-            more = capture.whole.keys() & {call.path for call in calls}
+            return _split(model, copy, calls, like)
+        except GivenUp as found:
+            whole |= found.whole.keys()
         except Untraceable:
-            more = {calls[-1].path}
-        release(capture.model)
-        if not more:
-            return live_model(traced, calls, type(model).__name__)
-        whole |= more
+            whole.add(calls[-1].path)
     return TracedModel(Graph(type(model).__name__, {}, ()), {}, (), live=())
 
 
-def _copied(model: nn.Module, training: bool) -> nn.Module:
-    """Return a copy on the CPU, in training or evaluation mode, without the user's hooks, which must not run in a trace."""
+def _split(
+    model: nn.Module, copy: Callable[[], nn.Module], calls: Sequence[SubmoduleCall], like: TracedModel | None
+) -> TracedModel:
+    """Return the trace of these submodules. GivenUp, Untraceable: some of them must stay whole."""
+    examples = [t for call in calls for t in call.tensors]
+    form, _ = CallForm.of(LiveModel(model, calls), examples)
+    capture = _Capture(lambda: LiveModel(copy(), calls), form, examples, like)
+    try:
+        traced = _with_hooks(capture.run(), capture.model, model)
+    finally:
+        release(capture.model)
+    if more := {call.path: "" for call in calls if call.path in capture.whole}:
+        raise GivenUp(more)
+    return live_model(traced, calls, type(model).__name__)
+
+
+def _copied(model: nn.Module, training: bool | None) -> nn.Module:
+    """Return a copy on the CPU, in this mode (None: unchanged), without the user's hooks, which must not run in a trace."""
     try:
         local = copied(model, shared_parameters(model))
         local = local if _is_on_meta(local) else local.cpu()
@@ -146,7 +173,9 @@ def _copied(model: nn.Module, training: bool) -> nn.Module:
                     del hooks[number]
         if kinds:
             module.register_forward_hook(lambda *_: None)
-    if not training or not local.training:  # in a model that is training, submodules in evaluation mode stay so
+    if training is not None and not (
+        training and local.training
+    ):  # in a model that is training, submodules in evaluation mode stay so
         local.train(training)
     return local
 

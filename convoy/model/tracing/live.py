@@ -27,7 +27,7 @@ class SubmoduleCall:
     path: str
     form: CallForm
     tensors: Sequence[Tensor]
-    flop: int
+    flop: int = 0
 
 
 class LiveModel(nn.Module):
@@ -83,7 +83,7 @@ class RecordedForward:
                 self._calls[path] = None
                 return
             shapes = [(t.shape, t.dtype) for t in tensors]
-            before = self._calls.get(path, SubmoduleCall(path, form, tensors, 0))
+            before = self._calls.get(path, SubmoduleCall(path, form, tensors))
             same = before is not None and str(form) == str(before.form)
             if not same or shapes != [(t.shape, t.dtype) for t in before.tensors] or not tensors_of(result):
                 self._calls[path] = None
@@ -138,11 +138,15 @@ def live_model(traced: TracedModel, calls: Sequence[SubmoduleCall], name: str) -
         for layer in reversed(graph.layers.values()):
             needed |= set(layer.inputs) if layer.name in needed else set()
         layers = {key: layer for key, layer in graph.layers.items() if key in needed}
-        live.append(replace(traced, graph=Graph(name, layers, outputs), result=result, call=call.form, path=call.path))
-    paths = [call.path for call in calls]
-    seen = tuple(path for path in traced.seen if is_inside(path, paths))
-    modes = {path: training for path, training in traced.modes.items() if is_inside(path, paths)}
-    return replace(traced, graph=Graph(name, graph.layers, graph.outputs), live=tuple(live), seen=seen, modes=modes)
+        operations = {key: traced.operations[key] for key in layers}
+        seen = tuple(path for path in traced.seen if is_inside(path, [call.path]))
+        live.append(
+            TracedModel(
+                Graph(name, layers, outputs), operations, result, seen, traced.whole, call=call.form, path=call.path
+            )
+        )
+    seen = tuple(path for path in traced.seen if is_inside(path, [call.path for call in calls]))
+    return replace(traced, graph=Graph(name, graph.layers, graph.outputs), live=tuple(live), seen=seen)
 
 
 def is_inside(path: str, others: Iterable[str]) -> bool:
