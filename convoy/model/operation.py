@@ -132,6 +132,11 @@ class TracedModel:
     path: str = ""
     note: str = ""
 
+    @property
+    def parts(self) -> "dict[str, TracedModel]":
+        """This trace, and those in `live`, by path."""
+        return {part.path: part for part in (self, *(self.live or ()))}
+
 
 def call_operation(model: nn.Module, operation: Operation, inputs: Sequence[Any], batch: int) -> Any:
     """Call a layer's module or function on inputs that hold `batch` samples."""

@@ -29,7 +29,7 @@ from convoy.runtime.clock import Clock
 from convoy.runtime.cuda_graphs import CudaGraphs, can_capture
 from convoy.runtime.executor import Executor, Expected, StateDevices, Variant, by_arithmetic
 from convoy.runtime.gradients import global_norm
-from convoy.runtime.outer import OutsideGradients, SplitForward, part_at, run_live
+from convoy.runtime.outer import OutsideGradients, SplitForward, run_live
 from convoy.runtime.program import Program
 from convoy.runtime.step_node import Accumulation, StepCall
 from convoy.runtime.weights import GatheredParameters, Weights, copied_without_weights, parameters_of, plan_in_use
@@ -257,7 +257,7 @@ class Distributed(nn.Module):
 
     def _bind(self) -> None:
         self._make_ready()
-        for path in dict.fromkeys(part.path for traced in self.traced.values() for part in traced.live or ()):
+        for path in filter(None, self.traced[True].parts):
             module: Any = self.module.get_submodule(path)
             module.forward = SplitForward(module, path, self._run, lambda: self.traced[self.training])
         OutsideGradients(self.group, self.module, self.traced, lambda: self._accumulation.sums)
@@ -265,7 +265,7 @@ class Distributed(nn.Module):
         self._first_traces = {
             (part.path, _shapes(part), tuple(traced.modes.values())): (part, StateWatch(self.module, part.seen))
             for traced in (self.traced[False], self.traced[True])  # a model without modes has one trace
-            for part in (traced, *(traced.live or ()))
+            for part in traced.parts.values()
         }
         self._traces: dict[Any, tuple[TracedModel, StateWatch]] = {}  # by path, shapes and modes, in order of first use
         self.mark_shards()
@@ -307,7 +307,7 @@ class Distributed(nn.Module):
 
     def _traced_like(self, path: str, shapes: tuple[Shape, ...]) -> TracedModel:
         """Trace the model as it is now, for inputs of other shapes or modules in other modes. Every device must call it."""
-        like, kind = part_at(self.traced[self.training], path), self.group.torch_device.type
+        like, kind = self.traced[self.training].parts[path], self.group.torch_device.type
         rows = zip(shapes, like.graph.inputs, strict=True)
         tensors = [torch.zeros((self._samples, *shape), dtype=getattr(torch, x.dtype)) for shape, x in rows]
         example = Arguments(*fill(like.call.arguments, tensors))

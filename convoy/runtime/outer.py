@@ -22,11 +22,6 @@ from convoy.runtime.step_node import at_end
 Step = Callable[[TracedModel, Sequence[Tensor], int | None, bool], Any]
 
 
-def part_at(traced: TracedModel, path: str) -> TracedModel | None:
-    """Return the trace of a split submodule, or of the model itself (""); None: it is not split in this mode."""
-    return next((part for part in (traced, *(traced.live or ())) if part.path == path), None)
-
-
 class SplitForward:
     """The forward of a split submodule in a distributed model.
 
@@ -39,7 +34,7 @@ class SplitForward:
         self._module, self._path, self._step, self._traced = module, path, step, traced
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        part = part_at(self._traced(), self._path)
+        part = self._traced().parts.get(self._path)
         if part is None:
             return type(self._module).forward(self._module, *args, **kwargs)
         return self._step(part, part.call.tensors(self._module, args, kwargs), None, True)
@@ -108,7 +103,7 @@ class OutsideGradients:
             targets = [has, *gradients, *(b.data for b in self._buffers if b.dtype == dtype)]
             flat = torch.cat([t.reshape(-1) for t in targets])
             flat = redistribute(group, flat, OnOne(0), everywhere(group.devices), tuple(flat.shape))
-            for target, row in zip(targets, flat.split([t.numel() for t in targets]), strict=True):
+            for target, row in zip(targets, torch.split(flat, [t.numel() for t in targets]), strict=True):
                 target.copy_(row.view_as(target))
             for p, given, gradient in zip(own, has.tolist(), gradients, strict=True):
                 p.grad = gradient if given else None

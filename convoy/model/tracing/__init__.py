@@ -77,7 +77,8 @@ def trace(
         before, call = state.forms(), None
         try:
             if like is not None and like.path:
-                return _split(inner, copy, [SubmoduleCall(like.path, like.call, tensors_of(example))], like).live[0]
+                calls = [SubmoduleCall(like.path, like.call, tensors_of(example))]
+                return (_split(inner, copy, calls, like).live or ())[0]
             call, examples = _one_batch(inner, example)
             if like is not None and like.live is not None:
                 raise Untraceable("its forward runs on every device in training")

@@ -29,6 +29,10 @@ class SubmoduleCall:
     tensors: Sequence[Tensor]
     flop: int = 0
 
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        return str(self.form), *((t.shape, t.dtype) for t in self.tensors)
+
 
 class LiveModel(nn.Module):
     """The split submodules of a model, under their paths there. Its forward calls each with inputs of its own."""
@@ -82,13 +86,10 @@ class RecordedForward:
             except InputError:  # an argument of an unknown type
                 self._calls[path] = None
                 return
-            shapes = [(t.shape, t.dtype) for t in tensors]
-            before = self._calls.get(path, SubmoduleCall(path, form, tensors))
-            same = before is not None and str(form) == str(before.form)
-            if not same or shapes != [(t.shape, t.dtype) for t in before.tensors] or not tensors_of(result):
-                self._calls[path] = None
-            else:
-                self._calls[path] = replace(before, flop=before.flop + flop)
+            call = SubmoduleCall(path, form, tensors, flop)
+            before = self._calls.get(path, replace(call, flop=0))
+            same = before is not None and before.signature == call.signature and bool(tensors_of(result))
+            self._calls[path] = replace(call, flop=flop + before.flop) if before is not None and same else None
 
         return record
 
@@ -131,31 +132,23 @@ def live_model(traced: TracedModel, calls: Sequence[SubmoduleCall], name: str) -
     graph, inputs, live = traced.graph, [layer.name for layer in traced.graph.inputs], []
     for call, form in zip(calls, traced.result, strict=True):
         numbers = _Renumbered()
-        result = fill(form, numbers)
+        result = fill(form, numbers)  # type: ignore[arg-type]
         outputs = tuple(graph.outputs[i] for i in numbers.old)
         own, inputs = inputs[: len(call.tensors)], inputs[len(call.tensors) :]
         needed = {*own, *outputs}
-        for layer in reversed(graph.layers.values()):
+        for layer in reversed(list(graph.layers.values())):
             needed |= set(layer.inputs) if layer.name in needed else set()
         layers = {key: layer for key, layer in graph.layers.items() if key in needed}
         operations = {key: traced.operations[key] for key in layers}
         seen = tuple(path for path in traced.seen if is_inside(path, [call.path]))
-        live.append(
-            TracedModel(
-                Graph(name, layers, outputs), operations, result, seen, traced.whole, call=call.form, path=call.path
-            )
-        )
+        own_graph = Graph(name, layers, outputs)
+        live.append(TracedModel(own_graph, operations, result, seen, traced.whole, call=call.form, path=call.path))
     seen = tuple(path for path in traced.seen if is_inside(path, [call.path for call in calls]))
     return replace(traced, graph=Graph(name, graph.layers, graph.outputs), live=tuple(live), seen=seen)
 
 
-def is_inside(path: str, others: Iterable[str]) -> bool:
-    """Return whether the module at a path is one of others, or inside one."""
-    return any(f"{path}.".startswith(f"{other}.") for other in others)
-
-
 class _Renumbered:
-    """A sequence whose item i is a `Ref` to the place of i among the numbers asked for (`old`)."""
+    """Returns for each number a `Ref` to its place among the different numbers asked for (`old`)."""
 
     def __init__(self) -> None:
         self.old: list[int] = []
@@ -164,3 +157,8 @@ class _Renumbered:
         if number not in self.old:
             self.old.append(number)
         return Ref(self.old.index(number))
+
+
+def is_inside(path: str, others: Iterable[str]) -> bool:
+    """Return whether the module at a path is one of others, or inside one."""
+    return any(f"{path}.".startswith(f"{other}.") for other in others)
