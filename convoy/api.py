@@ -84,7 +84,7 @@ def prepare(
     global _group
     precision, slowdown = options.get("precision", "float32"), options.get("slowdown", 1.0)
     dtype_named(precision)
-    adopt.check_prepared(model, optimizer, loader, more)
+    adopt.check(model, optimizer, (loader, *more), batch_size, call)
     source = adopt.in_batches(loader, batch_size)
     if group is None:
         group = _group = _group if _group is not None and _group.failure is None else join()

@@ -20,6 +20,7 @@ from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError
 from convoy.layout.layout import Replicated, Shape, everywhere
 from convoy.machine.accelerator import in_float64
+from convoy.model.nested import CallForm
 from convoy.model.operation import TracedModel
 from convoy.model.tracing.copies import KINDS, ON_PARAMETERS, on_weights
 from convoy.model.tracing.live import is_inside
@@ -30,9 +31,9 @@ from convoy.runtime.batches import StepInputs
 
 _GLOBAL = tuple(getattr(modules_of_torch, f"_global{kind}") for kind in KINDS)
 
-Signature = tuple[tuple[Shape, ...], tuple[bool, ...], tuple[bool, ...]]
-"""What a trace and its programs depend on: the shape of each input per sample; whether in training mode, for each module
-that has modes; whether it requires a gradient, for each parameter."""
+Signature = tuple[CallForm, tuple[Shape, ...], tuple[bool, ...], tuple[bool, ...]]
+"""What a trace and its programs depend on: the form of the call; the shape of each input per sample; whether in training mode,
+for each module that has modes; whether it requires a gradient, for each parameter."""
 
 DIFFERS = (
     "has other sizes of inputs, modes of modules (train, eval) or requires_grad, another state of no_sync(), or is at another "
@@ -60,10 +61,10 @@ class ModelChecks:
             for key, p in self.held.items()
         ]
 
-    def signature(self, shapes: tuple[Shape, ...]) -> Signature:
-        """Return the present signature, for inputs of these shapes per sample."""
+    def signature(self, call: CallForm, shapes: tuple[Shape, ...]) -> Signature:
+        """Return the present signature, for a call with inputs of these shapes per sample."""
         trained = [p.requires_grad for p in self.held.values()] if torch.is_grad_enabled() else self.trained
-        return shapes, tuple([m.training for m in self._with_modes]), tuple(trained)
+        return call, shapes, tuple([m.training for m in self._with_modes]), tuple(trained)
 
     def check(self, tables: HookTables, whole: Mapping[str, bool]) -> None:
         """Raise InputError if hooks or parameters have changed. `whole`: the parameters that every device holds whole."""

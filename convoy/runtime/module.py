@@ -18,7 +18,7 @@ from convoy.comm.control_messages import agree_on
 from convoy.comm.group import Group
 from convoy.errors import ConvoyError, InputError
 from convoy.layout.layout import Layout, Replicated, Shape, everywhere
-from convoy.model.nested import Arguments, Example, arguments_of
+from convoy.model.nested import Arguments, CallForm, Example, arguments_of
 from convoy.model.operation import TracedModel, fill, with_trained
 from convoy.model.tracing import StateWatch, copied, disable_in_place, samples_in, trace, unwrapped
 from convoy.plan.plan import Plan
@@ -140,7 +140,7 @@ class Distributed(nn.Module):
             return torch.compiler.disable(self._step)(inputs, batch, whole, others)  # type: ignore[no-untyped-call]
         return self._step(inputs, batch, whole, others)
 
-    def _step(self, inputs: tuple[Any, ...], batch: int | None, whole: bool, others: dict[str, Any]) -> Any:
+    def _step(self, inputs: tuple[Any, ...], batch: Any, whole: bool, others: dict[str, Any]) -> Any:
         if self.stale:
             raise StaleBatchError("the devices have changed since this batch was loaded: the loader returns it again")
         if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
@@ -148,11 +148,14 @@ class Distributed(nn.Module):
                 "DistributedDataParallel around a distributed model, which sums gradients itself: remove that wrapper"
             )
         self.weights.check_loaded()
+        if not isinstance(batch, int | None):  # the model's own argument of this name
+            others, batch = {**others, "batch": batch}, None
         traced = self.traced[self.training]
         if traced.live is not None:
             return run_live(self.module, inputs, others, batch, self._lending(traced))
+        call, tensors = self.traced[True].call.read(self.module, inputs, others)
         whole = whole or (self.takes_whole and batch is None and not self._announced)
-        return self._run(traced, traced.call.tensors(self.module, inputs, others), batch, whole)
+        return self._run(traced, call, read_inputs(tensors, batch, whole, self._announced))
 
     @contextmanager
     def _lending(self, traced: TracedModel) -> Iterator[bool]:
@@ -166,10 +169,9 @@ class Distributed(nn.Module):
         finally:
             self.calls.working -= bool(lent)
 
-    def _run(self, traced: TracedModel, tensors: Sequence[Tensor], batch: int | None, whole: bool) -> Any:
+    def _run(self, traced: TracedModel, call: CallForm, given: StepInputs) -> Any:
         """Run one step of the model, or of a split submodule. Return the outputs of the global batch."""
-        given = read_inputs(tensors, batch, whole, self._announced)
-        signature = self._checks.signature(sample_shapes(given, traced.graph, self.group))
+        signature = self._checks.signature(call, sample_shapes(given, call, traced, self.group))
         variant = self._variant(traced.path, signature)
         traced, program = variant.executor.traced, variant.program(given.batch, given.wanted, self._accumulation.kind())
         parts = local_inputs(given, program.steps, traced.graph, self.group)
@@ -247,7 +249,7 @@ class Distributed(nn.Module):
         self._traces.clear()  # a joining device has none
         self._make_ready()
         for parameter in self.parameters():
-            shards.mark_unsummed(parameter, False)
+            setattr(parameter, shards.UNSUMMED, False)
 
     def _set_plan(self, plan: Plan) -> None:
         trained, evaluated = self.traced[True].graph, self.traced[False].graph
@@ -263,17 +265,20 @@ class Distributed(nn.Module):
         OutsideGradients(self.group, self.module, self.traced, lambda: self._accumulation.sums)
         self._checks = model_checks.ModelChecks(self.module)
         self._first_traces = {
-            (part.path, _shapes(part), tuple(traced.modes.values())): (part, StateWatch(self.module, part.seen))
+            (part.path, part.call, _shapes(part), tuple(traced.modes.values())): (
+                part,
+                StateWatch(self.module, part.seen),
+            )
             for traced in (self.traced[False], self.traced[True])  # a model without modes has one trace
             for part in traced.parts.values()
         }
-        self._traces: dict[Any, tuple[TracedModel, StateWatch]] = {}  # by path, shapes and modes, in order of first use
+        self._traces: dict[Any, tuple[TracedModel, StateWatch]] = {}  # by path, call, shapes and modes, in order of use
         self.mark_shards()
 
     def first_variant(self) -> Variant:
         """Return the variant for inputs like the example, with all modules in the current mode."""
         traced = self.traced[self.training]
-        return self._variant("", (_shapes(traced), tuple(traced.modes.values()), self._checks.trained))
+        return self._variant("", (traced.call, _shapes(traced), tuple(traced.modes.values()), self._checks.trained))
 
     def _variant(self, path: str, signature: model_checks.Signature) -> Variant:
         """Return the variant of a signature. All devices need the same ones in the same order, so they make it together."""
@@ -284,11 +289,11 @@ class Distributed(nn.Module):
         return variant
 
     def _made(self, path: str, signature: model_checks.Signature) -> Variant:
-        shapes, modes, required = signature
-        key = path, shapes, modes
+        call, shapes, _, required = signature
+        key = path, *signature[:3]
         if (found := self._first_traces.get(key) or self._traces.get(key)) is None:
             start_s = time.perf_counter()
-            traced = self._traced_like(path, shapes)
+            traced = self._traced_like(path, call, shapes)
             agree_on(self.group, "new trace", f"{signature} {traced.graph.fingerprint}", model_checks.DIFFERS)
             found = self._traces[key] = traced, StateWatch(self.module, traced.seen)
             if len(self._traces) > MOST_VARIANTS:
@@ -305,12 +310,11 @@ class Distributed(nn.Module):
         tables = model_checks.hook_tables(self.module, traced, self.group.devices)
         return Variant(executor, in_use, tables, state, trained, self._state_devices)
 
-    def _traced_like(self, path: str, shapes: tuple[Shape, ...]) -> TracedModel:
-        """Trace the model as it is now, for inputs of other shapes or modules in other modes. Every device must call it."""
+    def _traced_like(self, path: str, call: CallForm, shapes: tuple[Shape, ...]) -> TracedModel:
+        """Trace the model as it is now, for another call, other shapes or modules in other modes. Every device calls it."""
         like, kind = self.traced[self.training].parts[path], self.group.torch_device.type
-        rows = zip(shapes, like.graph.inputs, strict=True)
-        tensors = [torch.zeros((self._samples, *shape), dtype=getattr(torch, x.dtype)) for shape, x in rows]
-        example = Arguments(*fill(like.call.arguments, tensors))
+        tensors = [torch.zeros((self._samples, *s), dtype=t) for s, t in zip(shapes, call.dtypes, strict=True)]
+        example = Arguments(*fill(call.arguments, tensors))
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(kind, enabled=False):
             for values in (False, True):  # weights are gathered only for layers that must be tried
                 model = self.weights.whole_copy(self.calls, values=values)

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from convoy.comm.group import Group, present
 from convoy.errors import InputError
 from convoy.layout.layout import OnOne, everywhere
+from convoy.model.nested import CallForm
 from convoy.model.operation import TracedModel
 from convoy.model.tracing.live import samples_in
+from convoy.runtime.batches import StepInputs, read_inputs
 from convoy.runtime.exchange import redistribute
 from convoy.runtime.step_node import at_end
 
-Step = Callable[[TracedModel, Sequence[Tensor], int | None, bool], Any]
+Step = Callable[[TracedModel, CallForm, StepInputs], Any]
 
 
 class SplitForward:
@@ -37,7 +39,8 @@ class SplitForward:
         part = self._traced().parts.get(self._path)
         if part is None:
             return type(self._module).forward(self._module, *args, **kwargs)
-        return self._step(part, part.call.tensors(self._module, args, kwargs), None, True)
+        call, tensors = part.call.read(self._module, args, kwargs)
+        return self._step(part, call, read_inputs(tensors, None, True, ()))
 
     def __deepcopy__(self, _memo: object) -> "SplitForward":
         return self  # the copied model gets its own

@@ -93,7 +93,6 @@ class Loader:
             )
 
     def __len__(self) -> int:
-        """Batches in one epoch."""
         whole, rest = divmod(self.samples, self.batch_size)
         return whole if self.drop_last or not rest else whole + 1
 

@@ -143,7 +143,7 @@ def test_what_the_model_cannot_take_is_refused_by_name() -> None:
             InputError, match=r"for inputs of \(\(1, 8, 8\),\) per sample.*expected input.* to have 3 channels"
         ):
             here(images(0)[:, :1], whole=True)
-        with pytest.raises(InputError, match=r"shape \(3, 8, 8\); .* a batch axis to a single sample: x\[None\]"):
+        with pytest.raises(InputError, match=r"got x of \(3, 8, 8\): .* need \[4\] axes.*x\[None\]"):
             here(images(0)[0], batch=1)
         loss = here(images(0), whole=True).sum()
         here.module.conv1.requires_grad_(False)

@@ -232,6 +232,15 @@ def test_two_forwards_before_a_backward_give_both_gradients() -> None:
     torch.testing.assert_close(gradients(part), gradients(plain), rtol=1e-10, atol=1e-10)
 
 
+def test_a_second_backward_is_refused() -> None:
+    """The first one may have overwritten activations, as memory of its own intermediate results."""
+    part, _, x = captured()
+    y = part(x, whole=True)
+    y.sum().backward(retain_graph=True)
+    with pytest.raises(InputError, match=r"retain_graph=True\): leave out cuda_graphs"):
+        y.square().sum().backward()
+
+
 def test_forward_without_backward_leaves_later_steps_right() -> None:
     part, plain, x = captured()
     for model, options in ((part, {"whole": True}), (plain, {})):

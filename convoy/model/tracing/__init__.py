@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from convoy.errors import InputError
 from convoy.model.graph import Graph
-from convoy.model.nested import CallForm, Example, tensors_of
+from convoy.model.nested import CallForm, Example
 from convoy.model.operation import TracedModel, disable_in_place
 from convoy.model.split_rules import register_layer
 from convoy.model.tracing.copies import (
@@ -70,14 +70,15 @@ def trace(
         InputError: the model cannot be copied or traced, does not run on the example, or returns values other than tensors.
     """
     inner = unwrapped(model)
-    _check_parameters(inner)
+    check_parameters(inner)
     state, copy, overwrites = State(dict(inner.named_modules())), partial(_copied, inner, training), False
     with TRACE_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the model's own warnings appear again in training
         before, call = state.forms(), None
         try:
             if like is not None and like.path:
-                calls = [SubmoduleCall(like.path, like.call, tensors_of(example))]
+                form, tensors = CallForm.of(inner.get_submodule(like.path), example)
+                calls = [SubmoduleCall(like.path, form, tensors)]
                 return (_split(inner, copy, calls, like).live or ())[0]
             call, examples = _one_batch(inner, example)
             if like is not None and like.live is not None:
@@ -107,6 +108,9 @@ def trace(
             "forward with x = x.clone(), for the same behaviour on one device",
             stacklevel=2,
         )
+    if training and any(layer.recomputed for layer in traced.graph.layers.values()):
+        note = "checkpoints activations. The distributed model computes the same numbers, but keeps them in memory"
+        warnings.warn(f"{type(inner).__name__} {note}", stacklevel=2)
     return traced
 
 
@@ -133,7 +137,7 @@ def _live(
         try:
             return _split(model, copy, calls, like)
         except GivenUp as found:
-            whole |= found.whole.keys()
+            whole |= found.args[0].keys()
         except Untraceable:
             whole.add(calls[-1].path)
     return TracedModel(Graph(type(model).__name__, {}, ()), {}, (), live=())
@@ -193,7 +197,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def _check_parameters(model: nn.Module) -> None:
+def check_parameters(model: nn.Module) -> None:
     for key, t in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(t):
             raise InputError(
@@ -265,7 +269,7 @@ class _Capture:
             try:
                 traced, more = self._traced()
             except GivenUp as found:
-                more = found.whole
+                more = found.args[0]
             except Untraceable as reason:
                 if reason.where in self.whole:
                     raise
@@ -283,9 +287,6 @@ class _Capture:
         builder = LayerBuilder(self.model, self.meta, nodes, self.specs, self.together, self.elsewhere, self.samples)
         traced = builder.run()
         self.overwrites = builder.values.overwrites
-        opaque = [name for name, layer in traced.graph.layers.items() if layer.kind == "opaque"]
-        if opaque and _is_on_meta(self.model):
-            raise _needs_weights(self.model, opaque[0])
         # A module must stay whole if its code may read an attribute that another forward changes.
         keys = {changed.strip("'").rpartition(".")[2] for changed in builder.changed.values() if changed}
         named = {path: State({path: self.model.get_submodule(path)}).names & keys for path in nodes.seen if keys}
