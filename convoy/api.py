@@ -106,10 +106,8 @@ def prepare(
 
 def _print_unsplit(part: Distributed) -> None:
     graph, note = part.traced[True].graph, part.traced[True].note
-    layouts = {name: placement.gives for name, placement in placements(part.plan, graph).items()}
-    for text in (
-        filter(None, (note, graph.unsplit(layouts))) if part.group.devices > 1 and part.group.device == 0 else ()
-    ):
+    rows = filter(None, (note, graph.unsplit({name: p.gives for name, p in placements(part.plan, graph).items()})))
+    if part.group.devices > 1 and part.group.device == 0 and (text := "\n".join(rows)):
         builtins.print(text, file=sys.stderr, flush=True)
 
 

@@ -324,10 +324,8 @@ def first_batch(source: DataLoader[Any]) -> Any:
     """Return a batch of two samples of a loader. A worker process loads it, because the data set may count its calls."""
     rows = [i % len(source.dataset) for i in range(2)]  # type: ignore[arg-type]
     plain = type(source.dataset) is TensorDataset and source.collate_fn is default_collate
-    options: Any = {} if plain else {"num_workers": 1, "multiprocessing_context": "fork", "timeout": 20.0}
-    once = DataLoader(
-        source.dataset, 2, sampler=rows, collate_fn=source.collate_fn, generator=torch.Generator(), **options
-    )
+    how: Any = {} if plain else {"num_workers": 1, "multiprocessing_context": "fork", "timeout": 20.0}
+    once = DataLoader(source.dataset, 2, sampler=rows, collate_fn=source.collate_fn, generator=torch.Generator(), **how)
     try:
         batch = next(iter(once))
     except Exception:  # such as images on a GPU, which a worker cannot read
@@ -343,8 +341,7 @@ def example_of(batch: Any, model: nn.Module, call: Callable[[Any, Any], object] 
 
     Args:
         call: calls the model, its first argument, as the loop does. None: of a dict that has the names of forward's required
-            parameters, the model gets these; of a list of images, all parts of the batch; of any other batch its first tensors,
-            as many as forward requires.
+            parameters, the model gets these; of a list of images all parts, of others as many tensors as forward requires.
     """
     if call is not None:
         given: list[Arguments] = []

@@ -12,6 +12,12 @@ from tests.support.loops import Make, Prepare, conv, endless, update
 from tests.support.model_zoo import make_importable
 
 
+SMALL: Any = {
+    "min_size": 64, "max_size": 128, "rpn_post_nms_top_n_train": 40, "rpn_post_nms_top_n_test": 40,
+    "box_batch_size_per_image": 16,
+}  # fmt: skip
+
+
 class Photos(Dataset[Any]):
     """30 images of two sizes; each has one to three boxes with labels and masks."""
 
@@ -54,12 +60,12 @@ def pyramid() -> Any:
 def faster_rcnn(prepare: Prepare, optimizer: Make) -> Iterator[Any]:
     head = models().faster_rcnn.TwoMLPHead(256 * 49, 32)
     predictor = models().faster_rcnn.FastRCNNPredictor(32, 4)
-    net = models().FasterRCNN(pyramid(), min_size=64, max_size=128, box_head=head, box_predictor=predictor)
+    net = models().FasterRCNN(pyramid(), **SMALL, box_head=head, box_predictor=predictor)
     yield from detection(net, prepare, optimizer)
 
 
 def mask_rcnn(prepare: Prepare, optimizer: Make) -> Iterator[Any]:
-    net = models().MaskRCNN(pyramid(), num_classes=4, min_size=64, max_size=128, box_batch_size_per_image=16)
+    net = models().MaskRCNN(pyramid(), num_classes=4, **SMALL)
     yield from detection(net, prepare, optimizer)
 
 

@@ -70,7 +70,7 @@ class RecordedForward:
                 name = next((path for path, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)), None)
                 raise InputError(
                     f"{type(model).__name__} does not run on the example: {first_line(error)}. Give one batch, as its "
-                    "forward takes it; of one sample, x[None]. A forward cannot read what a hook has recorded"
+                    "forward takes it (prepare: by call=); of one sample, x[None]. Hooks do not run"
                     if name is None
                     else f"{name!r} is a SyncBatchNorm; all batch norms of a distributed model have the statistics of the "
                     "global batch: leave convert_sync_batchnorm out"

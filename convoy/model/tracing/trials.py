@@ -41,19 +41,15 @@ class TrialInputs:
         batched: per input, whether it has a batch axis.
         samples: number of samples for user code.
         registered: whether the layer's class was registered.
-        own: whether `like` is the user's example, which is used unchanged.
     """
 
     like: Sequence[Tensor]
     batched: Sequence[bool]
     samples: int = 2
     registered: bool = False
-    own: bool = False
 
     def random(self, samples: int, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Return random inputs; floating-point ones have `dtype` if given."""
-        if self.own:
-            return [t.detach().cpu().clone() for t in self.like]
         own = torch.Generator().manual_seed(samples)
         made = [random_like(t, own, samples if b else None) for t, b in zip(self.like, self.batched, strict=True)]
         return [t.to(dtype) if dtype is not None and is_floating(t) else t for t in made]
