@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, Dataset
 from tests.support.loops import Make, Prepare, conv, endless, update
 from tests.support.model_zoo import make_importable
 
-
 SMALL: Any = {
     "min_size": 64, "max_size": 128, "rpn_post_nms_top_n_train": 40, "rpn_post_nms_top_n_test": 40,
     "box_batch_size_per_image": 16,

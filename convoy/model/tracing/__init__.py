@@ -122,8 +122,9 @@ def _one_batch(model: nn.Module, example: Example) -> tuple[CallForm, Sequence[T
         raise Untraceable(str(error)) from None
     lengths = {t.shape[:1] for t in tensors}
     if len(lengths) != 1 or torch.Size() in lengths:
-        shapes = ", ".join(f"{name} of {tuple(t.shape)}" for name, t in zip(call.names, tensors, strict=True))
-        raise Untraceable(f"its arguments are not tensors whose first axis is the batch ({shapes or 'none'})")
+        shapes = [f"{name} of {tuple(t.shape)}" for name, t in zip(call.names, tensors, strict=True)]
+        shown = ", ".join(shapes if len(shapes) < 4 else [*shapes[:3], "..."]) or "none"
+        raise Untraceable(f"its arguments are not tensors whose first axis is the batch ({shown})")
     return call, tensors
 
 
