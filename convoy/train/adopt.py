@@ -358,13 +358,13 @@ def example_of(batch: Any, model: nn.Module, call: Callable[[Any, Any], object] 
     names = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if isinstance(batch, Mapping) and names and all(name in batch for name in names):
         return {name: batch[name] for name in names}
-    if len(names) < 2 and isinstance(batch, tuple | list) and isinstance(batch[0], tuple | list):
-        return tuple(batch[: len(parameters)])  # lists of images and targets
     tensors = tensors_of(batch)[: len(names) or 1]
+    listed = len(names) < 2 and type(batch) in (tuple, list) and type(batch[0]) in (tuple, list)
+    if listed and tensors and tensors[0].shape[:1] != (2,):  # a list of images, not one batch of two samples
+        return tuple(batch[: len(parameters)])
     if len(tensors) < (len(names) or 1):
         raise InputError(
             f"the model takes {', '.join(names) or 'a tensor'}, and the data set's batches are {type(batch).__name__}s with "
-            f"{len(tensors)} tensors: say how the loop calls the model, e.g. prepare(..., call=lambda model, batch: "
-            'model(batch["image"]))'
+            f"{len(tensors)} tensors: say how the loop calls it, e.g. prepare(..., call=lambda model, batch: model(batch[0]))"
         )
     return dict(zip(names, tensors, strict=True)) if names else tuple(tensors)
