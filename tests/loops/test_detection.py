@@ -31,7 +31,7 @@ def test_detection_gives_the_numbers_of_one_device(loop: Any, plan: str, optimiz
 
         if not _has_ops():
             pytest.skip("torchvision has no operators for this build of torch")
-    expected, found = both(loop, optimizer, plan)
+    expected, found = both(loop, optimizer, plan, limit_s=400.0)
     assert len(expected) == 10
     for each in found:
         assert each == pytest.approx(expected, rel=1e-9)
