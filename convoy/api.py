@@ -105,9 +105,9 @@ def prepare(
 
 
 def _print_unsplit(part: Distributed) -> None:
-    graph = part.traced[True].graph
-    layouts = {name: placement.gives for name, placement in placements(part.plan, graph).items()}
-    if part.group.devices > 1 and part.group.device == 0 and (text := graph.unsplit(layouts)):
+    graph, note = part.traced[True].graph, part.traced[True].note
+    rows = filter(None, (note, graph.unsplit({name: p.gives for name, p in placements(part.plan, graph).items()})))
+    if part.group.devices > 1 and part.group.device == 0 and (text := "\n".join(rows)):
         builtins.print(text, file=sys.stderr, flush=True)
 
 

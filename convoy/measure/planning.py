@@ -96,6 +96,8 @@ def make_plans(
         plan, options = "data", {**options, "speeds": None, "fleet": None, "reduce": None, "wire": None}
     agree_on_modes(group)  # fails early, before measuring
     traced = trace(model, example)
+    if not traced.graph.layers and not isinstance(plan, Plan):  # nothing to split, and nothing to measure
+        plan, options = "data", {**options, "speeds": [1.0] * group.devices}
     request = PlanRequest(
         traced.graph, batch, FleetKnowledge(ids=tuple(range(group.devices))), None if isinstance(plan, Plan) else plan,
         options.get("optimizer", "sgd-momentum"), options.get("wire") or "exact", options.get("reduce"),

@@ -27,6 +27,13 @@ Example = Tensor | Arguments | Sequence[Any] | Mapping[str, Any]
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
 
+def arguments_of(example: Example) -> Arguments:
+    if isinstance(example, Arguments):
+        return example
+    args = () if isinstance(example, Mapping) else (example,) if isinstance(example, Tensor) else tuple(example)
+    return Arguments(args, example if isinstance(example, Mapping) else {})
+
+
 def without_tensors(value: Any, found: list[Tensor], constant: Callable[[Any], Any] = lambda value: value) -> Any:
     """Append the tensors of a nested value to `found`. Return the value with `Ref(i)` in place of `found[i]`, and with
     `constant(v)` in place of a value v that is neither a tensor nor nested."""
@@ -82,12 +89,10 @@ class CallForm:
     @classmethod
     def of(cls, model: nn.Module, example: Example) -> tuple["CallForm", list[Tensor]]:
         """Return the form of a call, and its tensors. InputError: forward takes other arguments, or one is no constant."""
-        if not isinstance(example, Arguments):
-            args = () if isinstance(example, Mapping) else (example,) if isinstance(example, Tensor) else tuple(example)
-            example = Arguments(args, example if isinstance(example, Mapping) else {})
+        args, kwargs = arguments_of(example)
         signature, name = inspect.signature(type(model).forward), type(model).__name__
         try:
-            bound = signature.bind(model, *example.args, **example.kwargs)
+            bound = signature.bind(model, *args, **kwargs)
         except TypeError as error:
             raise InputError(f"{name} was called with arguments that its forward does not take: {error}") from None
         for parameter in signature.parameters.values():

@@ -115,6 +115,10 @@ class TracedModel:
         whole: paths of the modules that stay one layer, except torch's own; "" is the model itself.
         modes: path -> whether in training mode, for modules that behave differently in training and evaluation.
         call: the `CallForm` of its arguments.
+        live: if the model's own forward runs in every step, the traces of the submodules that it calls and that are split;
+            None: all of the model is traced.
+        path: path of such a submodule.
+        note: what runs on every device, and why; "" for all others.
     """
 
     graph: Graph
@@ -124,6 +128,14 @@ class TracedModel:
     whole: tuple[str, ...] = ()
     modes: Mapping[str, bool] = field(default_factory=dict)
     call: Any = None
+    live: "tuple[TracedModel, ...] | None" = None
+    path: str = ""
+    note: str = ""
+
+    @property
+    def parts(self) -> "dict[str, TracedModel]":
+        """This trace, and those in `live`, by path."""
+        return {part.path: part for part in (self, *(self.live or ()))}
 
 
 def call_operation(model: nn.Module, operation: Operation, inputs: Sequence[Any], batch: int) -> Any:

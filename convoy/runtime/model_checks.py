@@ -21,8 +21,9 @@ from convoy.errors import InputError, MismatchError
 from convoy.layout.layout import Replicated, Shape, everywhere
 from convoy.machine.accelerator import in_float64
 from convoy.model.nested import CallForm
-from convoy.model.tracing import TracedModel
+from convoy.model.operation import TracedModel
 from convoy.model.tracing.copies import KINDS, ON_PARAMETERS, on_weights
+from convoy.model.tracing.live import is_inside
 from convoy.model.tracing.python_state import modes_of
 from convoy.plan.plan import Plan
 from convoy.plan.steps import MicroBatch, StepList, Value
@@ -104,6 +105,8 @@ def hook_tables(model: nn.Module, traced: TracedModel, devices: int) -> HookTabl
     ]
     tables: HookTables = []
     for path, module in model.named_modules():
+        if traced.path and not is_inside(path, [traced.path]):
+            continue  # every device calls it with the global batch
         live = [everywhere for whole, everywhere in called if whole in ("", path) or path.startswith(f"{whole}.")]
         for kind in KINDS:
             # Else the module is called as the user wrote it, with the global batch.
@@ -138,6 +141,8 @@ INTERVAL = (
 def check_same_start(group: Group, traced: TracedModel, plan: Plan) -> None:
     """Raise MismatchError if the devices have different models, plans or versions. Every device must call it."""
     texts = {"model": traced.graph.fingerprint, "plan": plan.to_json(), "version of Convoy": __version__}
+    if traced.live is not None:  # unlike devices may round to another decision
+        texts["type of device (this model's own forward runs on all)"] = group.torch_device.type
     for what, text in texts.items():
         agree_on(group, f"distribute:{what}", text, f"started with another {what}")
     agree_on_modes(group)

@@ -7,7 +7,7 @@ import copy
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, reduce
 from typing import Any, NoReturn
 
@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from convoy.comm.control_messages import agree_on
 from convoy.comm.group import Group
 from convoy.errors import ConvoyError, InputError
-from convoy.layout.layout import Layout, Replicated, Shape
-from convoy.model.nested import Arguments, CallForm, Example, tensors_of
+from convoy.layout.layout import Layout, Replicated, Shape, everywhere
+from convoy.model.nested import Arguments, CallForm, Example, arguments_of
 from convoy.model.operation import TracedModel, fill, with_trained
-from convoy.model.tracing import StateWatch, disable_in_place, trace, unwrapped
-from convoy.model.tracing.copies import copied
+from convoy.model.tracing import StateWatch, copied, disable_in_place, samples_in, trace, unwrapped
 from convoy.plan.plan import Plan
 from convoy.plan.steps import StepList, Value
 from convoy.runtime import model_checks, shards
@@ -30,6 +29,7 @@ from convoy.runtime.clock import Clock
 from convoy.runtime.cuda_graphs import CudaGraphs, can_capture
 from convoy.runtime.executor import Executor, Expected, StateDevices, Variant, by_arithmetic
 from convoy.runtime.gradients import global_norm
+from convoy.runtime.outer import OutsideGradients, SplitForward, run_live
 from convoy.runtime.program import Program
 from convoy.runtime.step_node import Accumulation, StepCall
 from convoy.runtime.weights import GatheredParameters, Weights, copied_without_weights, parameters_of, plan_in_use
@@ -88,7 +88,8 @@ class Distributed(nn.Module):
         shards.check_not_distributed(model)
         trained = trace(model, example, training=True)
         self.traced = {True: trained, False: trace(model, example, training=False, like=trained)}
-        self._samples = len(tensors_of(example)[0])
+        args, kwargs = arguments_of(example)
+        self._samples = samples_in((*args, *kwargs.values()))
         model_checks.check_same_start(group, trained, plan)
         plan.check(trained.graph, group.devices)
         self.group, self.clock = group, Clock(group.torch_device, slowdown)
@@ -149,11 +150,29 @@ class Distributed(nn.Module):
         self.weights.check_loaded()
         if not isinstance(batch, int | None):  # the model's own argument of this name
             others, batch = {**others, "batch": batch}, None
+        traced = self.traced[self.training]
+        if traced.live is not None:
+            return run_live(self.module, inputs, others, batch, self._lending(traced))
         call, tensors = self.traced[True].call.read(self.module, inputs, others)
         whole = whole or (self.takes_whole and batch is None and not self._announced)
-        given = read_inputs(tensors, batch, whole, self._announced)
-        signature = self._checks.signature(call, sample_shapes(given, call, self.traced[True], self.group))
-        variant = self._variant(signature)
+        return self._run(traced, call, read_inputs(tensors, batch, whole, self._announced))
+
+    @contextmanager
+    def _lending(self, traced: TracedModel) -> Iterator[bool]:
+        """Bring the sharded parameters that are in no layer of a trace, and return whether there are any."""
+        lent, kind = self._in_use.lent_whole(traced.graph), self.group.torch_device.type
+        autocast = nullcontext() if self.precision is None else torch.autocast(kind, self.precision)
+        self.calls.working += bool(lent)
+        try:
+            with self.weights.borrowing(lent), autocast:
+                yield bool(lent)
+        finally:
+            self.calls.working -= bool(lent)
+
+    def _run(self, traced: TracedModel, call: CallForm, given: StepInputs) -> Any:
+        """Run one step of the model, or of a split submodule. Return the outputs of the global batch."""
+        signature = self._checks.signature(call, sample_shapes(given, call, traced, self.group))
+        variant = self._variant(traced.path, signature)
         traced, program = variant.executor.traced, variant.program(given.batch, given.wanted, self._accumulation.kind())
         parts = local_inputs(given, program.steps, traced.graph, self.group)
         compares = self._comparisons.check_inputs(signature, program.steps, given)
@@ -240,55 +259,70 @@ class Distributed(nn.Module):
 
     def _bind(self) -> None:
         self._make_ready()
+        for path in filter(None, self.traced[True].parts):
+            module: Any = self.module.get_submodule(path)
+            module.forward = SplitForward(module, path, self._run, lambda: self.traced[self.training])
+        OutsideGradients(self.group, self.module, self.traced, lambda: self._accumulation.sums)
         self._checks = model_checks.ModelChecks(self.module)
-        key = self.traced[True].call, tuple(layer.shape for layer in self.traced[True].graph.inputs)
-        self._first = {mode: (*key, tuple(traced.modes.values())) for mode, traced in self.traced.items()}
-        made = reversed(self.traced.items())  # a model without modes has one trace
-        self._first_traces = {self._first[mode]: (t, StateWatch(self.module, t.seen)) for mode, t in made}
-        self._traces: dict[Any, tuple[TracedModel, StateWatch]] = {}  # by call, shapes and modes, in order of first use
+        self._first_traces = {
+            (part.path, part.call, _shapes(part), tuple(traced.modes.values())): (
+                part,
+                StateWatch(self.module, part.seen),
+            )
+            for traced in (self.traced[False], self.traced[True])  # a model without modes has one trace
+            for part in traced.parts.values()
+        }
+        self._traces: dict[Any, tuple[TracedModel, StateWatch]] = {}  # by path, call, shapes and modes, in order of use
         self.mark_shards()
 
     def first_variant(self) -> Variant:
         """Return the variant for inputs like the example, with all modules in the current mode."""
-        return self._variant((*self._first[self.training], self._checks.trained))
+        traced = self.traced[self.training]
+        return self._variant("", (traced.call, _shapes(traced), tuple(traced.modes.values()), self._checks.trained))
 
-    def _variant(self, signature: model_checks.Signature) -> Variant:
+    def _variant(self, path: str, signature: model_checks.Signature) -> Variant:
         """Return the variant of a signature. All devices need the same ones in the same order, so they make it together."""
-        variant = self._variants.pop(signature, None) or self._made(signature)
-        self._variants[signature] = variant  # in order of use
+        variant = self._variants.pop((path, signature), None) or self._made(path, signature)
+        self._variants[path, signature] = variant  # in order of use
         if len(self._variants) > MOST_VARIANTS:
             del self._variants[next(iter(self._variants))]
         return variant
 
-    def _made(self, signature: model_checks.Signature) -> Variant:
+    def _made(self, path: str, signature: model_checks.Signature) -> Variant:
         call, shapes, _, required = signature
-        if (found := self._first_traces.get(signature[:3]) or self._traces.get(signature[:3])) is None:
+        key = path, *signature[:3]
+        if (found := self._first_traces.get(key) or self._traces.get(key)) is None:
             start_s = time.perf_counter()
-            traced = self._traced_like(call, shapes)
+            traced = self._traced_like(path, call, shapes)
             agree_on(self.group, "new trace", f"{signature} {traced.graph.fingerprint}", model_checks.DIFFERS)
-            found = self._traces[signature[:3]] = traced, StateWatch(self.module, traced.seen)
+            found = self._traces[key] = traced, StateWatch(self.module, traced.seen)
             if len(self._traces) > MOST_VARIANTS:
                 del self._traces[next(iter(self._traces))]
             if self.group.device == 0 and (took_s := time.perf_counter() - start_s) > 1:
                 print(f"convoy: traced the model for inputs {shapes} in {took_s:.1f} s", file=sys.stderr, flush=True)
-        trained = {name: p for (name, p), needs in zip(self._checks.held.items(), required, strict=True) if needs}
+        inside = {p.key for layer in found[0].graph.layers.values() for p in layer.parameters.values()}
+        rows = zip(self._checks.held.items(), required, strict=True)
+        trained = {name: p for (name, p), needs in rows if needs and (not path or name in inside)}
         traced, state = with_trained(found[0], trained), found[1]
         executor = Executor(self.group, self.module, traced, self.clock, self._gathered)
         executor.expected_s, executor.graphs = self._expected_s, self.cuda_graphs
-        in_use = self._in_use.to(traced.graph, self.traced[True].graph)
+        in_use = self._in_use.to(traced, self.traced[True].graph)
         tables = model_checks.hook_tables(self.module, traced, self.group.devices)
         return Variant(executor, in_use, tables, state, trained, self._state_devices)
 
-    def _traced_like(self, call: CallForm, shapes: tuple[Shape, ...]) -> TracedModel:
+    def _traced_like(self, path: str, call: CallForm, shapes: tuple[Shape, ...]) -> TracedModel:
         """Trace the model as it is now, for another call, other shapes or modules in other modes. Every device calls it."""
-        like, kind = self.traced[self.training], self.group.torch_device.type
+        like, kind = self.traced[self.training].parts[path], self.group.torch_device.type
         tensors = [torch.zeros((self._samples, *s), dtype=t) for s, t in zip(shapes, call.dtypes, strict=True)]
         example = Arguments(*fill(call.arguments, tensors))
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(kind, enabled=False):
             for values in (False, True):  # weights are gathered only for layers that must be tried
                 model = self.weights.whole_copy(self.calls, values=values)
-                for path in self._in_place:
-                    model.get_submodule(path).inplace = True  # type: ignore[assignment]
+                for each in self._in_place:
+                    model.get_submodule(each).inplace = True  # type: ignore[assignment]
+                for module in model.modules():
+                    if isinstance(vars(module).get("forward"), SplitForward):
+                        del module.forward
                 try:
                     return trace(model, example, training=None, like=like)
                 except InputError as error:
@@ -305,7 +339,7 @@ class Distributed(nn.Module):
         self._gathered = GatheredParameters(self.module, shapes, self.calls)
         if self.cuda_graphs is not None:
             self.cuda_graphs.captured = 0
-        self._variants: dict[model_checks.Signature, Variant] = {}
+        self._variants: dict[tuple[str, model_checks.Signature], Variant] = {}
         self._accumulation = Accumulation()
         self._comparisons = model_checks.Comparisons(self.group)
 
@@ -432,11 +466,19 @@ class Distributed(nn.Module):
         """Return the step list for a global batch of this size, in the current mode."""
         return self.first_variant().program(batch).steps
 
+    @property
+    def is_live(self) -> bool:
+        """Whether the model's own forward runs in every step, with the global batch on every device."""
+        return self.traced[self.training].live is not None
+
     def input_layouts(self, batch: int) -> tuple[Layout, ...]:
+        if self.is_live:
+            call = self.traced[self.training].call
+            return (everywhere(self.group.devices),) * (1 if call is None else len(call.names))
         return tuple(value.layout for value in self.steps(batch).inputs)
 
     def output_rows(self, batch: int) -> tuple[int, int]:
-        values = [v for v in self.steps(batch).outputs if not isinstance(v.layout, Replicated)]
+        values = [v for v in self.steps(batch).outputs if not self.is_live and not isinstance(v.layout, Replicated)]
         return rows_of(values[0].layout, values[0].shape, self.group.device) if values else (0, batch)
 
     def announce(self, batch: int | None) -> None:
@@ -446,6 +488,10 @@ class Distributed(nn.Module):
     def expect(self, seconds: Expected) -> None:
         self._expected_s = seconds
         self._variants.clear()
+
+
+def _shapes(traced: TracedModel) -> tuple[Shape, ...]:
+    return tuple(layer.shape for layer in traced.graph.inputs)
 
 
 def not_distributed(who: str, model: object) -> InputError:

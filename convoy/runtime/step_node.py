@@ -86,7 +86,7 @@ class Accumulation:
             return
         self._own.end()
         self._own = shards.OwnGradients(task, gradients, parameters)
-        _at_end(self._own.check)
+        at_end(self._own.check)
 
 
 @dataclass(slots=True)
@@ -132,14 +132,14 @@ class _Parameters(torch.autograd.Function):
         sums = call.program.steps.sums
         # Without a gradient, autograd would call hooks with None here; on one device it does not call them.
         # All hooks wait for the micro-batch that sums.
-        _at_end(partial(_give_back, _take_hooks(p for p, g in rows if g is None or not sums)))
+        at_end(partial(_give_back, _take_hooks(p for p, g in rows if g is None or not sums)))
         if any(g is not None for g in call.left.values()):
             # A post-accumulate hook may have used and cleared a gradient.
             given = [p for p, g in rows if g is not None and not p._post_accumulate_grad_hooks]
-            _at_end(partial(_check_added, given))
+            at_end(partial(_check_added, given))
         if partial_ones := [p for p, _ in rows if shards.is_shard(p) or shards.is_unsummed(p)]:
             call.accumulation.compare([g for _, g in rows if g is not None], partial_ones)
-            _at_end(partial(shards.accept_gradients, partial_ones))
+            at_end(partial(shards.accept_gradients, partial_ones))
             for p in partial_ones:
                 setattr(p, shards.SCALED, call.precision is torch.float16)
         call.left = {}
@@ -197,7 +197,7 @@ class _Step(torch.autograd.Function):
         return None, weights, *(g if g is not None else e for g, e in zip(inputs or ctx.empty, ctx.empty, strict=True))
 
 
-_at_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+at_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 """Run a function when autograd has finished the current backward."""
 
 

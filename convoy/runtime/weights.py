@@ -45,10 +45,19 @@ class PlanInUse:
     whole: Mapping[str, bool]
     borrowed: Mapping[str, Layout] = field(default_factory=dict)
 
-    def to(self, graph: Graph, trained: Graph) -> "PlanInUse":
-        """Return the plan for another graph of the model. Strategies, shares and layouts are those of `trained`."""
-        pinned = pin(self.plan, trained, graph)
-        return replace(self, plan=pinned, borrowed=borrowed(pinned, self.plan, trained, graph))
+    def to(self, traced: TracedModel, trained: Graph) -> "PlanInUse":
+        """Return the plan for another trace, also of a submodule. Strategies, shares and layouts are those of `trained`."""
+        pinned = pin(self.plan, trained, traced.graph)
+        if traced.path:
+            pinned = replace(pinned, outputs="everywhere")
+        return replace(self, plan=pinned, borrowed=borrowed(pinned, self.plan, trained, traced.graph))
+
+    def lent_whole(self, graph: Graph) -> dict[str, Layout]:
+        """Return the sharded parameters that are in no layer of a graph, and a layout with all of each on every device."""
+        read = {p.key for layer in graph.layers.values() for p in layer.parameters.values()}
+        return {
+            key: everywhere(self.plan.devices) for key, whole in self.whole.items() if not whole and key not in read
+        }
 
     def counts(self, key: str, device: int) -> bool:
         """Return whether this device adds a parameter to a norm: it has a shard, or is the first with a copy."""

@@ -321,23 +321,19 @@ def batch_size_of(source: DataLoader[Any]) -> int:
 
 
 def first_batch(source: DataLoader[Any]) -> Any:
-    """Return a batch of zeros like those of a loader. A worker process loads it, because the data set may count its calls."""
+    """Return a batch of two samples of a loader. A worker process loads it, because the data set may count its calls."""
     rows = [i % len(source.dataset) for i in range(2)]  # type: ignore[arg-type]
-
-    def form(loaded: Any) -> Any:
-        return map_tensors(source.collate_fn(loaded), lambda t: t.detach().new_zeros(()).expand(t.shape))
-
     plain = type(source.dataset) is TensorDataset and source.collate_fn is default_collate
-    options: Any = {} if plain else {"num_workers": 1, "multiprocessing_context": "fork", "timeout": 20.0}
-    once = DataLoader(source.dataset, 2, sampler=rows, collate_fn=form, generator=torch.Generator(), **options)
+    how: Any = {} if plain else {"num_workers": 1, "multiprocessing_context": "fork", "timeout": 20.0}
+    once = DataLoader(source.dataset, 2, sampler=rows, collate_fn=source.collate_fn, generator=torch.Generator(), **how)
     try:
         batch = next(iter(once))
     except Exception:  # such as images on a GPU, which a worker cannot read
         generators, cpu = generators_in(source), torch.device("cpu")
         states = read_states(generators, cpu)
-        batch = form([source.dataset[i] for i in rows])
+        batch = source.collate_fn([source.dataset[i] for i in rows])
         set_states(states, generators, cpu)
-    return map_tensors(batch, lambda t: torch.zeros(t.shape, dtype=t.dtype))
+    return map_tensors(batch, lambda t: t.detach().cpu().clone())
 
 
 def example_of(batch: Any, model: nn.Module, call: Callable[[Any, Any], object] | None) -> Example:
@@ -345,7 +341,7 @@ def example_of(batch: Any, model: nn.Module, call: Callable[[Any, Any], object] 
 
     Args:
         call: calls the model, its first argument, as the loop does. None: of a dict that has the names of forward's required
-            parameters, the model gets these; of any other batch its first tensors, as many as forward requires.
+            parameters, the model gets these; of a list of images all parts, of others as many tensors as forward requires.
     """
     if call is not None:
         given: list[Arguments] = []
@@ -363,10 +359,12 @@ def example_of(batch: Any, model: nn.Module, call: Callable[[Any, Any], object] 
     if isinstance(batch, Mapping) and names and all(name in batch for name in names):
         return {name: batch[name] for name in names}
     tensors = tensors_of(batch)[: len(names) or 1]
+    listed = len(names) < 2 and type(batch) in (tuple, list) and type(batch[0]) in (tuple, list)
+    if listed and tensors and tensors[0].shape[:1] != (2,):  # a list of images, not one batch of two samples
+        return tuple(batch[: len(parameters)])
     if len(tensors) < (len(names) or 1):
         raise InputError(
             f"the model takes {', '.join(names) or 'a tensor'}, and the data set's batches are {type(batch).__name__}s with "
-            f"{len(tensors)} tensors: say how the loop calls the model, e.g. prepare(..., call=lambda model, batch: "
-            'model(batch["image"]))'
+            f"{len(tensors)} tensors: say how the loop calls it, e.g. prepare(..., call=lambda model, batch: model(batch[0]))"
         )
     return dict(zip(names, tensors, strict=True)) if names else tuple(tensors)

@@ -237,7 +237,7 @@ class Loader:
 
     def _part(self, batch: int) -> tuple[int, int]:
         """Return the range of a batch's samples that this device loads."""
-        if self.model is None:
+        if self.model is None or self.model.is_live:
             return (0, batch)
         layouts = self.model.input_layouts(batch)
         if len(layouts) != 1:

@@ -259,7 +259,7 @@ def test_a_forward_that_asks_what_a_tensor_is_gets_the_answer_of_a_tensor(
 )  # fmt: skip
 def test_a_module_stays_whole_if_torch_fx_would_lose_something(function: Callable[[Any, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
-    assert "model" in layers_of(net(function))
+    assert trace(net(function), torch.zeros(2, 3, 8, 8)).live is not None
     assert difference(net(function)) < EXACT
 
 
@@ -348,9 +348,7 @@ def test_a_model_that_takes_no_random_batch_is_called_with_the_example(
         torch.testing.assert_close(found, model.fc.weight.grad)
 
 
-def test_a_model_that_runs_on_no_batch_is_refused_with_what_was_tried() -> None:
+def test_a_model_that_does_not_run_on_its_example_is_refused() -> None:
     model = FewShot()
-    with pytest.raises(
-        InputError, match=r"Called with 2 and 3 random samples of shape \(3, 4, 4\): .*Called with the 6 sam"
-    ):
+    with pytest.raises(InputError, match=r"FewShot does not run on the example: shape '\[2, 4, 5\]' is invalid"):
         trace(model, torch.zeros(6, 3, 4, 4))

@@ -86,9 +86,10 @@ def test_a_call_that_cannot_be_split_is_refused(call: Callable[[Any, Tensor], An
         call(model, images().tensors[0][:5])
 
 
-def test_tensors_without_the_axis_of_the_batch_are_refused_by_name() -> None:
-    with pytest.raises(InputError, match=r"not x of \(2, 1, 6, 6\), mask of \(6,\); .*buffers of the model"):
-        prepared(lambda model, batch: model(batch[0], torch.ones(6)))
+def test_a_forward_with_tensors_without_the_axis_of_the_batch_runs_on_every_device() -> None:
+    model = prepared(lambda model, batch: model(batch[0], torch.ones(6)))
+    assert "because its arguments are not tensors whose first axis is the batch" in model.traced[True].note
+    assert "(x of (2, 1, 6, 6), mask of (6,))" in model.traced[True].note
 
 
 class OfBatch(nn.Module):

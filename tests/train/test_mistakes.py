@@ -56,7 +56,7 @@ def refused_on_three(work: Callable[[Group], Any], error: type[Exception], told:
 
 def test_example_without_a_batch_axis_is_refused() -> None:
     x = images()[0][0]
-    with pytest.raises(InputError, match=r"does not run on the example.* Give one batch .*x\[None\]"):
+    with pytest.raises(InputError, match=r"does not run on the example.* Give one batch.*x\[None\]"):
         convoy.make_plan("data", net(), x, 5, ALONE, speeds=(1.0,))
 
 

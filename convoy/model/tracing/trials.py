@@ -41,19 +41,15 @@ class TrialInputs:
         batched: per input, whether it has a batch axis.
         samples: number of samples for user code.
         registered: whether the layer's class was registered.
-        own: whether `like` is the user's example, which is used unchanged.
     """
 
     like: Sequence[Tensor]
     batched: Sequence[bool]
     samples: int = 2
     registered: bool = False
-    own: bool = False
 
     def random(self, samples: int, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Return random inputs; floating-point ones have `dtype` if given."""
-        if self.own:
-            return [t.detach().cpu().clone() for t in self.like]
         own = torch.Generator().manual_seed(samples)
         made = [random_like(t, own, samples if b else None) for t, b in zip(self.like, self.batched, strict=True)]
         return [t.to(dtype) if dtype is not None and is_floating(t) else t for t in made]
@@ -100,7 +96,7 @@ def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module
         draws, names = drawn() or bool(state.names & _RANDOM_FUNCTIONS), changed(before, state.forms())
         known = {id(b) for b in buffers}
         writes = wrote() or any(id(b) not in known for m in modules.values() for b in m.buffers(recurse=False))
-        _refuse_unregistered(outputs, [*given, *parameters, *buffers])
+        refuse_unregistered(outputs, [*given, *parameters, *buffers])
         if any(x._version == 0 and not torch.equal(x, t) for t, x in zip(given, copies, strict=True)):
             raise InputError(
                 f"the forward of {', '.join(operation.modules) or operation.target} changes its input through .data, which "
@@ -118,7 +114,7 @@ def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module
     return Observation(repr(names[0]) if names else "", hidden, draws, writes, no_gradient_to)
 
 
-def _refuse_unregistered(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+def refuse_unregistered(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
     """Refuse outputs whose gradient reaches an unknown parameter, which only one device or none would train."""
     leaves, found = {id(t) for t in known}, set[Any]()
     waiting: set[Any] = {y.grad_fn for y in outputs} - {None}
