@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-import torch
-
 Span = tuple[int, int]
 """First position, and the one after the last."""
 
@@ -86,6 +84,8 @@ class Window:
 
 @lru_cache(maxsize=256)
 def _nearest(extent: int, outputs: int, scale: float) -> tuple[int, ...]:
+    import torch  # only here: the command line shows its help without torch
+
     positions = torch.arange(extent, dtype=torch.float64)[None, None]
     if scale:  # torch computes the length from the scale as well
         found = torch.nn.functional.interpolate(positions, scale_factor=1 / scale)[0, 0, :outputs]
