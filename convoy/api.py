@@ -28,21 +28,11 @@ from convoy.runtime.precision import compute_in, dtype_named
 from convoy.train import adopt
 from convoy.train.loader import Loader
 
-__all__ = [
-    "Plans",
-    "distribute",
-    "is_first",
-    "loader",
-    "make_plan",
-    "make_plans",
-    "prepare",
-    "print",
-    "wait_for_everyone",
-]
+__all__ = ["Plans", "distribute", "is_first", "loader", "make_plan", "make_plans", "prepare", "print"]
 
 loader = Loader
 
-_group: Group | None = None  # that `prepare` joined: a second model of this process trains on the same devices
+_group: Group | None = None
 
 
 def prepare(
@@ -81,13 +71,11 @@ def prepare(
     Raises:
         InputError: an optimizer of another model, a loader whose batches cannot be split, a model that does not run.
     """
-    global _group
     precision, slowdown = options.get("precision", "float32"), options.get("slowdown", 1.0)
     dtype_named(precision)
     adopt.check(model, optimizer, (loader, *more), batch_size, call)
     source = adopt.in_batches(loader, batch_size)
-    if group is None:
-        group = _group = _group if _group is not None and _group.failure is None else join()
+    group = shared_group() if group is None else group
     example = adopt.example_of(adopt.first_batch(source), unwrapped(model), call)
     state = "adam"
     if optimizer is None or isinstance(optimizer, torch.optim.SGD):
@@ -97,14 +85,22 @@ def prepare(
     before = {} if optimizer is None else adopt.state_rows(optimizer, names)
     part = Distributed(model, made, group, example, slowdown=slowdown, cuda_graphs=cuda_graphs, takes_over=True)
     compute_in(part, precision)
-    _print_unsplit(part)
+    print_unsplit(part)
     part.takes_whole = True
     if optimizer is not None:
         adopt.rebind(optimizer, names, before, part)
     return (part, optimizer, *(adopt.AdoptedLoader(each, part) for each in (source, *more)))
 
 
-def _print_unsplit(part: Distributed) -> None:
+def shared_group() -> Group:
+    """Return the group of this process's models. The first call joins the job."""
+    global _group
+    if _group is None or _group.failure is not None:
+        _group = join()
+    return _group
+
+
+def print_unsplit(part: Distributed) -> None:
     graph, note = part.traced[True].graph, part.traced[True].note
     rows = filter(None, (note, graph.unsplit({name: p.gives for name, p in placements(part.plan, graph).items()})))
     if part.group.devices > 1 and part.group.device == 0 and (text := "\n".join(rows)):
@@ -113,10 +109,8 @@ def _print_unsplit(part: Distributed) -> None:
 
 def is_first() -> bool:
     """Return whether this process is the first device of its job, or alone: the one that prints and saves."""
-    if (group := group_of_process()) is not None:
-        return group.device == 0
-    env = read_process_env(os.environ)
-    return env is None or env.device == 0
+    place = group_of_process() or read_process_env(os.environ)
+    return place is None or place.device == 0
 
 
 def own_device() -> torch.device:
@@ -172,5 +166,5 @@ def distribute(
     """
     part = Distributed(model, plan, group, example, slowdown=slowdown, cuda_graphs=cuda_graphs)
     compute_in(part, precision)
-    _print_unsplit(part)
+    print_unsplit(part)
     return part

@@ -1,4 +1,4 @@
-"""A LightningModule around a model that several devices train. Run it alone, or on three processes:
+"""A LightningModule that several devices train by a strategy. Run it alone, or on three processes:
 
 python examples/lightning_trainer.py
 convoy run --devices 3 examples/lightning_trainer.py
@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import convoy
 from convoy.data import load
+from convoy.lightning import ConvoyStrategy
 
 
 class Classifier(lightning.LightningModule):
@@ -38,11 +39,7 @@ net: nn.Module = nn.Sequential(
 digits = load("digits")
 train, test = DataLoader(digits.train, batch_size=64, shuffle=True), DataLoader(digits.test, batch_size=64)
 
-net, _, train, test = convoy.prepare(net, None, train, test, plan="data-by-speed")
-
-trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", devices=1, enable_checkpointing=False, logger=False)
+strategy = ConvoyStrategy(plan="data-by-speed")
+trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", devices=1, strategy=strategy, logger=False)
 trainer.fit(Classifier(net), train, test)
 convoy.print(f"loss {trainer.callback_metrics['loss']:.6f}")
-weights = net.full_state_dict()  # every device calls it
-if convoy.is_first():
-    torch.save(weights, "weights.pt")

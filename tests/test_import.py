@@ -11,7 +11,7 @@ import pytest
 import convoy
 from tests.support.processes import ROOT
 
-HEAVY = ("torch", "numpy", "rich", "typer", "pydantic", "tomlkit", "psutil", "sklearn", "scipy", "ray")
+HEAVY = ("torch", "numpy", "rich", "typer", "pydantic", "tomlkit", "psutil", "sklearn", "scipy", "ray", "lightning")
 
 LIGHT = f"""
 import sys

@@ -46,7 +46,7 @@ def full_optimizer_state(model: Distributed, optimizer: Optimizer) -> dict[str, 
         )
         held = optimizer.state.get(parameter, {})
         for name, row in sorted(known.items()):
-            value = row.get("value")
+            value = None if row["kind"] == "tensor" else number_of(row, parameter)
             if row["kind"] == "tensor":
                 empty = torch.zeros_like(parameter, dtype=getattr(torch, row["dtype"])).detach()
                 value = model.gather(key, held.get(name, empty))

@@ -21,10 +21,10 @@ from convoy.machine.accelerator import bring, random_state_kept
 from convoy.model.graph import Layer
 from convoy.model.nested import Arguments, Example, map_tensors, tensors_of
 from convoy.model.tracing import check_parameters, trace, unwrapped
-from convoy.runtime.model_checks import ModelChecks, hook_tables
+from convoy.runtime.model_checks import ModelChecks, hook_tables, sample_of
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described
-from convoy.runtime.shards import ELEMENTWISE, check_not_distributed, guard_state
+from convoy.runtime.shards import ELEMENTWISE, check_not_distributed, guard_state, is_shard
 from convoy.train.loader import SHARED_MEMORY, Loader, end_workers
 from convoy.train.random_states import generators_in, read_states, set_states
 
@@ -65,7 +65,7 @@ def rebind(
     parts, shards = ModelShards.of(part), dict(part.named_parameters())
     groups = [
         {k: repr(v) for k, v in group.items() if k != "params"}
-        | {"params": [names[p] if p in names else p.detach().tolist() for p in group["params"]]}
+        | {"params": [names[p] if p in names else is_shard(p) or sample_of(p.detach()) for p in group["params"]]}
         for group in optimizer.param_groups
     ]
     agree_on(part.group, "prepare: optimizer", f"{type(optimizer).__name__} {groups}", "started with another optimizer")
