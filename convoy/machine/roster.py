@@ -18,8 +18,7 @@ import psutil  # type: ignore[import-untyped]
 
 from convoy.errors import InputError
 
-SHARED = Path("/tmp")
-"""Folder in which no user can remove or rename another user's folder."""
+SHARED = Path("/tmp")  # folder in which no user can remove or rename another user's folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +32,7 @@ class JobProcess:
     device: int  # its id in the job
     kind: str  # the torch device
     members: tuple[int, ...] = ()  # ids of all training devices; empty until it accepts requests between steps
+    step_s: float = 0.0  # its longest step, if longer than some seconds
     run: str = ""  # the run's folder; empty if the run is not logged, or its folder not known yet
 
     def is_named(self, name: str) -> bool:
