@@ -84,7 +84,7 @@ def prepare(
     global _group
     precision, slowdown = options.get("precision", "float32"), options.get("slowdown", 1.0)
     dtype_named(precision)
-    adopt.check_prepared(model, optimizer, loader, more)
+    adopt.check(model, optimizer, (loader, *more), batch_size, call)
     source = adopt.in_batches(loader, batch_size)
     if group is None:
         group = _group = _group if _group is not None and _group.failure is None else join()
@@ -105,9 +105,9 @@ def prepare(
 
 
 def _print_unsplit(part: Distributed) -> None:
-    graph = part.traced[True].graph
-    layouts = {name: placement.gives for name, placement in placements(part.plan, graph).items()}
-    if part.group.devices > 1 and part.group.device == 0 and (text := graph.unsplit(layouts)):
+    graph, note = part.traced[True].graph, part.traced[True].note
+    rows = filter(None, (note, graph.unsplit({name: p.gives for name, p in placements(part.plan, graph).items()})))
+    if part.group.devices > 1 and part.group.device == 0 and (text := "\n".join(rows)):
         builtins.print(text, file=sys.stderr, flush=True)
 
 

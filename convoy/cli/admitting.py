@@ -101,10 +101,7 @@ def join_addresses(addresses: Sequence[tuple[str, int]]) -> str:
 
 
 def build_members(
-    admission: TrainAdmission,
-    training: Training,
-    invitation: Invitation | None,
-    known: FleetKnowledge | None,
+    admission: TrainAdmission, training: Training, invitation: Invitation | None, known: FleetKnowledge | None
 ) -> Members | None:
     """Return the `Members` that let training continue with fewer or more devices, or None if the settings disable them.
 

@@ -24,6 +24,7 @@ def run(
     arguments: Annotated[list[str] | None, argument("SCRIPT.PY [ARGS]...", "A script and its own arguments.")] = None,
     module: Annotated[str | None, option("NAME", "Run a module, as python -m does.", "--module", "-m")] = None,
     logs: Annotated[Path | None, option("PATH", "Folder for the output of devices 1, 2, ...")] = None,
+    check: Annotated[bool, flag("Only list what prepare refuses or leaves on one device.", "--check")] = False,
     goes_on: Annotated[bool, flag("Continue if a device is lost; needs convoy.train.Members.", "--goes-on")] = False,
     join: Annotated[str | None, option("HOST:PORT", "Join the job of the same script, started with --listen.")] = None,
     pair: Annotated[str | None, option("HOST:PORT", "First get the key from convoy fleet key --to there.")] = None,
@@ -51,8 +52,8 @@ def run(
         raise InputError("--listen and --join: give one of them, and --join with one device of this machine")
     if listen or join:
         _open_to_joining(listen, join, one_of_job)
-    if one_of_job:
-        _become(argv, hidden(os.environ))
+    if one_of_job or check:
+        _become(argv, hidden(os.environ) | ({"CONVOY_CHECK": "1"} if check else {}))
     from convoy.launch.host_job import JobOptions
 
     options = JobOptions(port=settings.port, logs=logs, goes_on=goes_on or listen is not None)
@@ -83,7 +84,6 @@ def _open_to_joining(listen: str | None, join: str | None, one_of_job: bool) -> 
 
 
 def _run_here(argv: Sequence[str], settings: Settings, options: Any, *, joins: bool) -> int:
-    """Run the script on devices of this machine. Return the exit status, if there are several."""
     from convoy.launch.host_job import memory_environment
     from convoy.launch.local import launch_local
 

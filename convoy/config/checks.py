@@ -64,10 +64,6 @@ def check(settings: Settings) -> None:
             f"--accumulate {settings.accumulate} with --batch {settings.batch}: micro-batches must be equally "
             f"large; set --accumulate to one of {', '.join([*some, str(settings.batch)])}"
         )
-    if settings.precision != "float32":
-        from convoy.runtime.precision import check_kinds
-
-        check_kinds(settings.precision, settings.device_names)
     for option, given in (("--checkpoint-steps", settings.checkpoint_steps), ("--resume", settings.resume)):
         if given and settings.checkpoint is None:
             raise InputError(f"{option} without --checkpoint: name the folder of the run's checkpoints")

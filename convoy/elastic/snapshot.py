@@ -255,7 +255,7 @@ class SnapshotStore:
 
     def _entries_of(self, key: str, device: int, rows: Rows) -> list[Entry]:
         shape = local_shape(self.model.layouts[key], device, self.model.parameters_by_key[key].shape)
-        found = [Entry((key, ""), shape, self.model.weights.held(key).dtype)]
+        found = [Entry((key, ""), shape, self.model.weights.own(key).detach().dtype)]
         for i in range(len(self.optimizers)):
             for name, row in sorted(rows.get(f"{i}/{key}", {}).items()):
                 if row["kind"] == "tensor":
@@ -265,7 +265,7 @@ class SnapshotStore:
     def _tensor(self, name: Name) -> Tensor:
         key, state = name
         if not state:
-            return self.model.weights.held(key)
+            return self.model.weights.own(key).detach()
         i, _, name_there = state.partition("/")
         return self.optimizers[int(i)].state[self.model.module.get_parameter(key)][name_there]  # type: ignore[no-any-return]
 

@@ -215,7 +215,7 @@ class SharedStatistics(Arithmetic):
 
     def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:  # noqa: ARG002
         (x,) = inputs
-        by = self.norm.combine(self.norm.local_statistics(x), [batch], math.prod(x.shape[2:]))
+        by = self.norm.combine(self.norm.local_statistics(x), [batch], x[0].numel() // self.norm.channels)
         return self.norm.normalise(x, by), (x, by) if keep else None
 
     def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all", last: bool = True) -> Gradients:  # noqa: ARG002

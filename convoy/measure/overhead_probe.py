@@ -299,11 +299,7 @@ task before an exchange ("tasks"); processor seconds of an exchange after comput
 
 @plain_torch(torch.float32)
 def measure_sync(
-    group: Group,
-    clock: Clock,
-    wire: WireTimes,
-    overheads: Sequence[Overheads],
-    slice_s: float = SLICE_S,
+    group: Group, clock: Clock, wire: WireTimes, overheads: Sequence[Overheads], slice_s: float = SLICE_S
 ) -> SyncOverhead:
     """Measure the cost of synchronisation. All devices call it and get the same value.
 

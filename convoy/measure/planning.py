@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -32,7 +33,7 @@ from convoy.model.tracing import Example, TracedModel, trace
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, Speeds, named_plan
-from convoy.plan.text import work_shares
+from convoy.plan.text import layer_rows, work_shares
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.prediction import check_alone, choose, predict_plan
 from convoy.planner.request import PlanOptions, PlanRequest
@@ -95,6 +96,8 @@ def make_plans(
         plan, options = "data", {**options, "speeds": None, "fleet": None, "reduce": None, "wire": None}
     agree_on_modes(group)  # fails early, before measuring
     traced = trace(model, example)
+    if not traced.graph.layers and not isinstance(plan, Plan):  # nothing to split, and nothing to measure
+        plan, options = "data", {**options, "speeds": [1.0] * group.devices}
     request = PlanRequest(
         traced.graph, batch, FleetKnowledge(ids=tuple(range(group.devices))), None if isinstance(plan, Plan) else plan,
         options.get("optimizer", "sgd-momentum"), options.get("wire") or "exact", options.get("reduce"),
@@ -179,7 +182,7 @@ def _auto(group: Group, traced: TracedModel, model: nn.Module, request: PlanRequ
         # Every device keeps the times, because any of them may plan later.
         request = replace(request, fleet=replace(request.fleet, measured=measured))
         progress("comparing plans")
-        row = from_first(group, "automatic plan", lambda: _choice(request, falls_back))  # noqa: B023
+        row = from_first(group, "automatic plan", lambda: _choice(request, falls_back or known.measured is not None))  # noqa: B023
         if row["is_certain"] or known.measured is not None:
             break
     if not row["is_certain"]:
@@ -211,8 +214,9 @@ def _choice(request: PlanRequest, falls_back: bool) -> dict[str, Any]:
             rows, first = [simple], simple
     speeds, fastest = request.speeds.devices, request.speeds.fastest
     work = work_shares(lower(first.plan, request.graph), request.graph)
-    computes = ", ".join(f"device {device} {share:.0%}" for device, share in enumerate(work) if share > 0)
-    alone = ", because one device is faster than several" if sum(share > 0 for share in work) == 1 < len(work) else ""
+    busy = [f"device {device} {share:.0%}" for device, share in enumerate(work) if share > 0]
+    found = Counter(row.strategy for row in layer_rows(first.plan, request.graph) if request.graph[row.layer].weighted)
+    splits = f"layers with weights: {', '.join(f'{count} {strategy}' for strategy, count in found.most_common())}"
     rates = (first.samples_per_s, request.batch / first.within.high, request.batch / first.within.low, speeds[fastest])
     rate, low, high, solo = (f"{float(f'{each:.3g}'):,.10g}" for each in rates)
     return {
@@ -220,7 +224,8 @@ def _choice(request: PlanRequest, falls_back: bool) -> dict[str, Any]:
         "spread": [row.spread for row in rows], "speeds": speeds,
         "is_certain": is_certain, "fell_back": fell_back,
         "lines": [
-            f"plan auto: {computes} of the arithmetic{alone}",
+            f"plan auto: {'one device is faster than several' if len(busy) == 1 < len(work) else splits}",
+            f"arithmetic: {', '.join(busy)}",
             f"predicted: {rate} samples/s (nine of ten: {low} - {high}); device {fastest} alone: {solo}",
         ],
     }  # fmt: skip

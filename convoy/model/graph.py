@@ -77,7 +77,7 @@ class Layer:
         batched: whether the output has a batch axis; a bare parameter has none and is on every device.
         parameters: parameters and buffers, by key relative to the layer ("weight", "bias", "running_mean").
         cuts: the possible cuts, for kinds that do not determine them ("parts", "filters").
-        axis: the axis of `cat`; the batch is axis 0.
+        axis: the axis of `cat`; the batch is axis 0. 2: a batch norm whose rows have an axis of their own, before channels.
         per_sample: whether samples are independent. If not, or without a batch axis, the layer runs on one device.
         several: whether the output is several tensors; then only `pick` reads it.
         flop: forward FLOP per sample, as torch.utils.flop_counter counts (a multiply-add is two).
@@ -92,6 +92,7 @@ class Layer:
             counter buffer. If a device has no samples for it, all devices compute it for the global batch.
         no_gradient_to: indices of the inputs without a gradient.
         changes_state: whether a call changes its Python state, its buffers or its parameters.
+        recomputed: whether `torch.utils.checkpoint` calls it again in backward, on one device.
         input_entries: entries of all batched inputs per sample. A `Graph` sets it.
     """
 
@@ -115,6 +116,7 @@ class Layer:
     everywhere: bool = False
     called_everywhere: bool = False
     changes_state: bool = False
+    recomputed: bool = False
     no_gradient_to: tuple[int, ...] = ()
     input_entries: int = 0
     cuts: tuple[Cut, ...] = ()
@@ -263,13 +265,8 @@ class Graph:
         for row, layer in zip(rows, self.layers.values(), strict=True):
             row["shared"] = any(uses[p.key] > 1 for p in layer.parameters.values())  # hooks may be added after planning
             # A plan is valid in any precision; the other fields are derived, or irrelevant to a plan.
-            for name in ("reason", "dtype", "input_entries", "changes_state", "no_gradient_to"):
+            for name in ("reason", "dtype", "input_entries", "changes_state", "recomputed", "no_gradient_to"):
                 del row[name]
-            # Existing plan files have fingerprints with the older name, and without empty fields.
-            row["each"] = row.pop("called_everywhere")
-            for name in ("each", "cuts"):
-                if not row[name]:
-                    del row[name]
             if row["kind"] == "opaque":
                 # Data-dependent branches may run other operations with another device's weights.
                 row["flop"] = 0

@@ -4,7 +4,7 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -25,6 +25,13 @@ class Arguments(NamedTuple):
 Example = Tensor | Arguments | Sequence[Any] | Mapping[str, Any]
 """A tensor; or the arguments of a forward: both kinds, by position, or by name."""
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+
+
+def arguments_of(example: Example) -> Arguments:
+    if isinstance(example, Arguments):
+        return example
+    args = () if isinstance(example, Mapping) else (example,) if isinstance(example, Tensor) else tuple(example)
+    return Arguments(args, example if isinstance(example, Mapping) else {})
 
 
 def without_tensors(value: Any, found: list[Tensor], constant: Callable[[Any], Any] = lambda value: value) -> Any:
@@ -69,22 +76,23 @@ class CallForm:
     """How a model is called. Two calls that differ only in their tensors have equal forms.
 
     Attributes:
-        arguments: of forward, by position and by name, with `Ref(i)` in place of the i-th tensor. All others are constants.
-        names: of the tensors: the parameter of forward, with a number if it has several.
+        text: the arguments of forward, by position and by name. Those that are no tensors are constants.
+        arguments: the same, with `Ref(i)` in place of the i-th tensor.
+        names, dtypes: of the tensors: the parameter of forward, with a number if it has several.
     """
 
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    names: tuple[str, ...]
+    text: str
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] = field(compare=False, repr=False)
+    names: tuple[str, ...] = field(compare=False, repr=False)
+    dtypes: tuple[torch.dtype, ...] = field(compare=False, repr=False)
 
     @classmethod
     def of(cls, model: nn.Module, example: Example) -> tuple["CallForm", list[Tensor]]:
         """Return the form of a call, and its tensors. InputError: forward takes other arguments, or one is no constant."""
-        if not isinstance(example, Arguments):
-            args = () if isinstance(example, Mapping) else (example,) if isinstance(example, Tensor) else tuple(example)
-            example = Arguments(args, example if isinstance(example, Mapping) else {})
+        args, kwargs = arguments_of(example)
         signature, name = inspect.signature(type(model).forward), type(model).__name__
         try:
-            bound = signature.bind(model, *example.args, **example.kwargs)
+            bound = signature.bind(model, *args, **kwargs)
         except TypeError as error:
             raise InputError(f"{name} was called with arguments that its forward does not take: {error}") from None
         for parameter in signature.parameters.values():
@@ -95,25 +103,18 @@ class CallForm:
         names: list[str] = []
         for key, value in [*bound.arguments.items()][1:]:
             names += [key] if isinstance(value, Tensor) else [f"{key}_{i}" for i in range(len(tensors_of(value)))]
-        return cls(arguments, tuple(names)), found
-
-    def tensors(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
-        """Return the tensors of a call. InputError if it has another form."""
-        by_position = not kwargs and self.arguments == (tuple(map(Ref, range(len(args)))), {})
-        if by_position and all(isinstance(x, Tensor) for x in args):
-            return args
-        form, found = CallForm.of(model, Arguments(args, kwargs))
-        if str(form) != str(self):
-            raise InputError(
-                f"the distributed model was called with {form}, and its example was {self}: call it like the "
-                "example (call= of prepare shows how the loop calls it), and keep other constants in attributes of the model"
-            )
-        return found
-
-    def __str__(self) -> str:
-        args, kwargs = self.arguments
+        args, kwargs = arguments
         rows = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
-        return re.sub(r"Ref\(index=\d+\)", "tensor", f"({', '.join(rows)})")
+        text = re.sub(r"Ref\(index=\d+\)", "tensor", f"({', '.join(rows)})")
+        return cls(text, arguments, tuple(names), tuple(t.dtype for t in found)), found
+
+    def read(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple["CallForm", Sequence[Tensor]]:
+        """Return the form of a call, and its tensors. It is this form in most calls, which is known quickly."""
+        by_position = not kwargs and self.arguments == (tuple(map(Ref, range(len(args)))), {})
+        quick = by_position and all(isinstance(x, Tensor) for x in args)
+        return (self, args) if quick else CallForm.of(model, Arguments(args, kwargs))
 
 
 def _constant(value: Any) -> Any:

@@ -5,9 +5,9 @@
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -66,9 +66,9 @@ class Operation:
     """One call of a traced model.
 
     Attributes:
-        call: "module" (target: its path), "batch_norm" (target: path of a batch norm with a custom forward; only its
-            normalisation runs), "function" (target: the callable), "method" (target: the name), "attribute" (target:
-            path of a parameter or buffer), "constant" (target: a tensor), "region" (target: a `Region`) or "input".
+        call: "module" (target: its path), "batch_norm" (target: path of a batch norm, of which only the normalisation runs;
+            `folded`: on rows with an axis of their own), "function" (target: the callable), "method" (target: its name),
+            "attribute" (target: path of a parameter or buffer), "constant" (target: a tensor), "region" or "input".
         args, kwargs: as in the source, with placeholders for tensors and for numbers that differ between devices.
         attributes: attributes of the module that are scaled with its shard, such as a group norm's number of groups.
     """
@@ -115,6 +115,10 @@ class TracedModel:
         whole: paths of the modules that stay one layer, except torch's own; "" is the model itself.
         modes: path -> whether in training mode, for modules that behave differently in training and evaluation.
         call: the `CallForm` of its arguments.
+        live: if the model's own forward runs in every step, the traces of the submodules that it calls and that are split;
+            None: all of the model is traced.
+        path: path of such a submodule.
+        note: what runs on every device, and why; "" for all others.
     """
 
     graph: Graph
@@ -124,6 +128,14 @@ class TracedModel:
     whole: tuple[str, ...] = ()
     modes: Mapping[str, bool] = field(default_factory=dict)
     call: Any = None
+    live: "tuple[TracedModel, ...] | None" = None
+    path: str = ""
+    note: str = ""
+
+    @property
+    def parts(self) -> "dict[str, TracedModel]":
+        """This trace, and those in `live`, by path."""
+        return {part.path: part for part in (self, *(self.live or ()))}
 
 
 def call_operation(model: nn.Module, operation: Operation, inputs: Sequence[Any], batch: int) -> Any:
@@ -142,7 +154,8 @@ def call_operation(model: nn.Module, operation: Operation, inputs: Sequence[Any]
         case "module", str(path):
             y = _shard_of(model.get_submodule(path), operation, inputs)(*args, **kwargs)
         case "batch_norm", str(path):
-            y = _BatchNorm.forward(model.get_submodule(path), *args)  # type: ignore[arg-type]
+            x = args[0].flatten(0, 1) if kwargs else args[0]
+            y = _BatchNorm.forward(model.get_submodule(path), x).view_as(args[0])  # type: ignore[arg-type]
         case "method", str(name):
             y = getattr(args[0], name)(*args[1:], **kwargs)
         case "attribute", str(path):
@@ -153,7 +166,7 @@ def call_operation(model: nn.Module, operation: Operation, inputs: Sequence[Any]
             assert callable(function)
             with torch.device(here.device) if function in _FACTORIES else nullcontext():
                 y = function(*args, **kwargs)
-    return _in_one_format(y)
+    return in_one_format(y)
 
 
 def _shard_of(module: nn.Module, operation: Operation, inputs: Sequence[Any]) -> nn.Module:
@@ -169,7 +182,7 @@ def _shard_of(module: nn.Module, operation: Operation, inputs: Sequence[Any]) ->
     return shard
 
 
-def _in_one_format(y: Any) -> Any:
+def in_one_format(y: Any) -> Any:
     """Return the output of a call, made contiguous if torch could mistake it for channels-last.
 
     This happens for a single sample with permuted axes. torch 2.13 then computes wrong gradients of batch norm if the input
@@ -200,16 +213,8 @@ def bind_operation(model: nn.Module, operation: Operation) -> Callable[[Sequence
     match operation.call, tuple(operation.args):
         case "module", (Ref(0),) if not operation.kwargs and not operation.attributes:
             module = model.get_submodule(str(operation.target))
-            return lambda inputs, _batch: _in_one_format(module(inputs[0]))
+            return lambda inputs, _batch: in_one_format(module(inputs[0]))
     return partial(call_operation, model, operation)
-
-
-def arguments(
-    operation: Operation, inputs: Sequence[Any], batch: int, model: nn.Module
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a layer's call; `inputs` may be placeholders if no tensor size is needed."""
-    here = _PlaceholderValues(inputs, batch, model)
-    return here.fill(tuple(operation.args)), here.fill(dict(operation.kwargs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +260,15 @@ class _PlaceholderValues:
 def fill(form: Any, tensors: Sequence[Any]) -> Any:
     """Return a nested value with these tensors in place of each `Ref`, in new objects that the caller may change."""
     return _PlaceholderValues(tensors, 0).fill(form)
+
+
+def with_trained(traced: TracedModel, trained: Collection[str]) -> TracedModel:
+    """Return the trace in which exactly the parameters with these keys require a gradient."""
+    layers = {}
+    for name, layer in traced.graph.layers.items():
+        own = {key: replace(p, trainable=p.key in trained) for key, p in layer.parameters.items()}
+        layers[name] = replace(layer, parameters=own)
+    return traced if layers == traced.graph.layers else replace(traced, graph=replace(traced.graph, layers=layers))
 
 
 def disable_in_place(model: nn.Module) -> nn.Module:

@@ -269,7 +269,7 @@ class _Lowering:
             return None
         # Use the plan's batch: a device without samples in this (smaller) batch still updates its running statistics.
         members = parameter_holders(layer, self.nominal[layer.name].gives, self.plan.devices)
-        return (2 * layer.shape[0], members) if len(members) > 1 else None
+        return (2 * layer.shape[layer.axis // 2], members) if len(members) > 1 else None
 
     def _version(self, name: str, layout: Layout, chunks: int = 1) -> Value:
         """Return a layer's output in a layout. Add the move when the layout is first used."""

@@ -13,7 +13,7 @@ from convoy.layout.layout import Layout, OnOne, Replicated, Split, everywhere, h
 from convoy.layout.shares import apportion, rescale
 from convoy.model.graph import Graph, Layer
 from convoy.plan.plan import Plan
-from convoy.plan.strategy import Batch, Filter, One, Placement, Strategy, follow, place
+from convoy.plan.strategy import Batch, Filter, One, Placement, Strategy, can_shard, follow, place
 
 
 def placements(plan: Plan, graph: Graph, batch: int | None = None) -> dict[str, Placement]:
@@ -144,8 +144,8 @@ def pin(plan: Plan, training: Graph, evaluation: Graph) -> Plan:
         PlanError: the plan does not fit the training graph.
     """
     known = {name: s for name, s in plan.layers.items() if name in evaluation.layers}
-    # Sharded parameters are gathered if evaluation uses them whole: see `lower`'s `kept`.
-    pinned = replace(plan, model=evaluation.fingerprint, layers=known, sharded={})
+    sharded = {n: s for n, s in plan.sharded.items() if n in evaluation.layers and can_shard(evaluation[n])}
+    pinned = replace(plan, model=evaluation.fingerprint, layers=known, sharded=sharded)
     placed = placements(plan, training)
     homes = {name: placed[name].gives for name, layer in training.layers.items() if layer.parameters}
     while strays := _strays(pinned, training, evaluation, plan):

@@ -263,7 +263,7 @@ def cuts(graph: Graph, layer: Layer) -> tuple[Cut, ...]:
             return (Cut(1, layer.shape[0], (1,)),) if layer.shape else ()
         case "flatten":
             return (Cut(1, graph[layer.inputs[0]].shape[0], (1,)),)
-        case "batch_norm":
+        case "batch_norm" if not layer.axis:
             # num_batches_tracked has no channels: every device with channels counts separately.
             return (Cut(1, layer.shape[0], (1,), {key: 0 for key, p in layer.parameters.items() if p.shape}),)
         case "conv" | "conv_transpose" | "linear":

@@ -22,10 +22,9 @@ class GlobalBatchNorm:
 
     def __init__(self, module: nn.Module, layer: Layer) -> None:
         self.module: Any = module
-        self.channels = layer.shape[0]
+        self.channels, self._folded = layer.shape[layer.axis // 2], layer.axis == 2
         self.dtype: torch.dtype = getattr(torch, layer.dtype)
         # Cached between steps, because the sample counts rarely change.
-        self._discarded = torch.empty(0)
         self._samples: Sequence[int] = ()
         self._parts = torch.empty(0)
         self._counts = torch.empty(0)
@@ -35,10 +34,12 @@ class GlobalBatchNorm:
         if x.shape[0] == 0:
             return x.new_zeros(1, 2 * self.channels)
         # var_mean is three to eight times slower on a CPU. With momentum 0 this kernel updates no running statistics.
-        if self._discarded.dtype != x.dtype or not len(self._discarded):
-            self._discarded = x.new_zeros(self.channels)
-        row = torch.cat(torch.batch_norm_update_stats(x.contiguous(), self._discarded, self._discarded, 0.0))[None]
+        unused = x.new_zeros(self.channels)
+        row = torch.cat(torch.batch_norm_update_stats(self._rows(x).contiguous(), unused, unused, 0.0))[None]
         return row.to(self.dtype)  # for a bf16 model CUDA returns float32 and the CPU bf16: send one dtype
+
+    def _rows(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1) if self._folded else x
 
     def no_row(self, device: torch.device) -> Tensor:
         return torch.zeros(1, 2 * self.channels, dtype=self.dtype, device=device)
@@ -61,7 +62,7 @@ class GlobalBatchNorm:
         mean = parts @ means
         offsets = means - mean
         variance = parts @ torch.addcmul(variances, offsets, offsets)
-        self._update_running(mean, variance, total)
+        self.update_running(mean, variance, total)
         return Normalisation(mean, variance, (variance + self.module.eps).rsqrt_(), total)
 
     def _fused(self, of: Tensor) -> bool:
@@ -92,7 +93,7 @@ class GlobalBatchNorm:
         )  # fmt: skip
         return Normalisation(mean, None, inverse, total, self._counts)
 
-    def _update_running(self, mean: Tensor, variance: Tensor, total: int) -> None:
+    def update_running(self, mean: Tensor, variance: Tensor, total: int) -> None:
         m = self.module
         if not m.training or (running_mean := m.running_mean) is None:
             return
@@ -104,10 +105,12 @@ class GlobalBatchNorm:
         m.running_var.data.mul_(1 - momentum).add_(variance, alpha=momentum * total / (total - 1))
 
     def normalise(self, x: Tensor, by: "Normalisation") -> Tensor:
+        m, rows = self.module, self._rows(x)
         if by.variance is None:
-            m = self.module
-            return torch.batch_norm_elemt(x.contiguous(), m.weight, m.bias, by.mean, by.inverse_deviation, m.eps)
-        return self._affine(x, by, self.module.weight, self.module.bias)
+            y = torch.batch_norm_elemt(rows.contiguous(), m.weight, m.bias, by.mean, by.inverse_deviation, m.eps)
+        else:
+            y = self._affine(rows, by, m.weight, m.bias)
+        return y.view_as(x)
 
     def local_sums(self, x: Tensor | None, g: Tensor, by: "Normalisation") -> Tensor:
         """Return this device's row: sum(g)_C and sum(g * normalised x)_C. `x` is None without samples."""
@@ -116,14 +119,15 @@ class GlobalBatchNorm:
         # torch's backward kernel computes these two sums as the gradients of weight and bias, with any mean and deviation.
         # Without an input gradient it reads no weight, but on CUDA the results have the dtype and device of this argument.
         _, gw, gb = _BACKWARD(
-            g.contiguous(), x.contiguous(), by.mean, None, None, by.mean, by.inverse_deviation, True, self.module.eps,
-            [False, True, True],
+            self._rows(g).contiguous(), self._rows(x).contiguous(), by.mean, None, None, by.mean, by.inverse_deviation, True,
+            self.module.eps, [False, True, True],
         )  # fmt: skip
         return torch.cat([gb, gw])[None]
 
     def backward(self, x: Tensor, g: Tensor, by: "Normalisation", row: Tensor, rows: Tensor, wanted: bool) -> Gradients:
         """Return the gradients: the parameters' from this device's sums `row`, the input's from all devices' `rows`."""
-        weight, bias = self.module.weight, self.module.bias
+        weight, bias, shape = self.module.weight, self.module.bias, x.shape
+        x, g = self._rows(x), self._rows(g)
         gb, gw = row.view(2, self.channels).unbind(0)
         gx = None
         if wanted and by.counts is not None:
@@ -138,7 +142,8 @@ class GlobalBatchNorm:
             shift, slope = (rows.sum(0) / -by.count).view(2, self.channels).mul_(scale).unbind(0)
             gx = self._affine(x, by, slope, shift).addcmul_(g, scale.view(1, -1, *[1] * (x.dim() - 2)))
         own = (("weight", weight, gw), ("bias", bias, gb))
-        return [gx], {name: g for name, each, g in own if each is not None and each.requires_grad}
+        found: dict[str, Tensor | None] = {n: g for n, each, g in own if each is not None and each.requires_grad}
+        return [gx if gx is None else gx.view(shape)], found
 
     def _affine(self, x: Tensor, by: "Normalisation", slope_C: Tensor | None, shift_C: Tensor | None) -> Tensor:
         """Return (x - mean) / deviation * slope + shift per channel, by torch's evaluation kernel: it reads x once."""

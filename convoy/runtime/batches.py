@@ -10,6 +10,8 @@ from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.layout.layout import Layout, Replicated, Shape, box, everywhere, holders, local_shape
 from convoy.model.graph import Graph
+from convoy.model.nested import CallForm
+from convoy.model.operation import TracedModel
 from convoy.plan.steps import InputGradient, StepList
 from convoy.runtime.exchange import redistribute
 
@@ -21,7 +23,7 @@ _ROWS, _BATCH = "_convoy_rows", "_convoy_batch"
 
 def mark_whole(y: Tensor) -> None:
     """Mark a tensor as a global batch, which every device holds."""
-    setattr(y.untyped_storage(), _ROWS, y.shape[0])
+    setattr(y.untyped_storage(), _ROWS, y.shape[:1])
 
 
 def mark_part(x: Tensor, batch: int) -> None:
@@ -59,9 +61,7 @@ def read_inputs(tensors: Sequence[Tensor], batch: int | None, whole: bool, annou
             "the distributed model was called under saved_tensors_hooks, which would see only a part of the saved tensors: "
             "use them inside a module of the model, before distribute()"
         )
-    wholes = tuple(
-        [whole or (x.dim() > 0 and getattr(x.untyped_storage(), _ROWS, None) == x.shape[0]) for x in tensors]
-    )
+    wholes = tuple([whole or getattr(x.untyped_storage(), _ROWS, None) == x.shape[:1] for x in tensors])
     from_loader = batch is None and not any(wholes)
     if batch is None:
         known = [len(x) for x, w in zip(tensors, wholes, strict=True) if w and x.dim()]
@@ -82,15 +82,33 @@ def read_inputs(tensors: Sequence[Tensor], batch: int | None, whole: bool, annou
     return StepInputs(tensors, wholes, batch, from_loader, wanted)
 
 
+def sample_shapes(inputs: StepInputs, call: CallForm, traced: TracedModel, group: Group) -> tuple[Shape, ...]:
+    """Return the shape of each input per sample. Raise InputError if there is no batch axis, or another number of axes."""
+    axes = [max(1, x.dim()) for x in inputs.tensors]
+    if call == traced.call:
+        axes = [len(layer.shape) + 1 for layer in traced.graph.inputs]
+    rows = zip(inputs.tensors, inputs.wholes, axes, strict=True)
+    if any(x.dim() != wanted or (whole and len(x) != inputs.batch) for x, whole, wanted in rows):
+        got = ", ".join(f"{name} of {tuple(x.shape)}" for name, x in zip(call.names, inputs.tensors, strict=True))
+        raise InputError(
+            f"device {group.ids[group.device]} got {got}: the tensors need {axes} axes, the first of them the "
+            f"{inputs.batch} samples of the batch. Give a single sample as x[None]; keep tensors without that axis in buffers"
+        )
+    return tuple([tuple(x.shape[1:]) for x in inputs.tensors])
+
+
 def local_inputs(inputs: StepInputs, steps: StepList, graph: Graph, group: Group) -> list[Tensor]:
     """Return the local batch of each input. Raise InputError if the inputs do not fit the model."""
-    if len(inputs.tensors) != len(steps.inputs):
-        raise InputError(f"the model takes {len(steps.inputs)} inputs, got {len(inputs.tensors)}")
     device, parts = group.device, []
     for x, value, whole in zip(inputs.tensors, steps.inputs, inputs.wholes, strict=True):
         expected = value.shape if whole else local_shape(value.layout, device, value.shape)
         if tuple(x.shape) != expected:
-            raise _misshapen(group.ids[device], tuple(x.shape), expected, inputs, whole)
+            source = "the loader's last batch" if inputs.announced else "the global batch"
+            raise InputError(
+                f"device {group.ids[device]} got an input of shape {tuple(x.shape)}; {source} had {inputs.batch} samples, "
+                f"and its local batch is {expected}. Give your own DataLoader to convoy.prepare or convoy.loader, or call "
+                "model(x, batch=n) with the size of the global batch; if every device has all of it, model(x, whole=True)"
+            )
         dtype = graph[value.layer].dtype
         casts = x.is_floating_point() and torch.is_autocast_enabled(x.device.type)
         if x.dtype != getattr(torch, dtype) and not casts:
@@ -103,29 +121,6 @@ def local_inputs(inputs: StepInputs, steps: StepList, graph: Graph, group: Group
             x = x.detach()[tuple(slice(*span) for span in here) if here is not None else (slice(0, 0),)]
         parts.append(x)
     return parts
-
-
-def _misshapen(device: int, shape: Shape, expected: Shape, inputs: StepInputs, whole: bool) -> InputError:
-    what = f"device {device} got an input of shape {shape}"
-    if shape == expected[1:]:
-        return InputError(f"{what}, one sample without the batch axis: give x[None]")
-    if shape[1:] != expected[1:]:
-        return InputError(
-            f"{what}, but the samples of distribute()'s example have the shape {expected[1:]}: give distribute() an example "
-            "with the shape of the data, such as a batch of the loader"
-        )
-    if whole:
-        return InputError(f"{what}; the global batch is {expected}: give all inputs the same number of samples")
-    if inputs.announced:
-        return InputError(
-            f"{what}; the loader's last batch had {inputs.batch} samples, and its local batch is {expected}. If these samples "
-            "come from your own DataLoader, give that to convoy.prepare or convoy.loader too; if every device has this same "
-            "global batch: model(x, whole=True)"
-        )
-    return InputError(
-        f"{what}; the local batch of {inputs.batch} samples is {expected}: use convoy.loader, or give the size of the global "
-        "batch: model(x, batch=n); if every device has all of it: model(x, whole=True)"
-    )
 
 
 # --- outputs -----------------------------------------------------------------------------------------------------------

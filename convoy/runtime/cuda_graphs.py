@@ -205,8 +205,7 @@ class CapturedGraph:
 
     def run_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the inputs and parameters marked in `wants`; None: the outputs do not depend on it."""
-        weights = [holder[name] for holder, name in self._weights]
-        if [(p.data_ptr(), p._version) for p in weights] != self._versions:
+        if [(holder[name].data_ptr(), holder[name]._version) for holder, name in self._weights] != self._versions:
             raise InputError(
                 "weights in a CUDA graph changed between forward and backward, which would use the new values: change them "
                 "(optimizer.step(), load_state_dict()) after backward"
@@ -215,8 +214,7 @@ class CapturedGraph:
         for own, g in zip(self._given, graded, strict=True):
             own.zero_() if g is None else own.copy_(g)
         self._backward()
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            self.pending = None
+        self.pending = None
         copies = iter(torch._foreach_mul([g for g in self._gradients if g is not None], 1.0))
         found = iter([g if g is None else next(copies) for g in self._gradients])
         return [next(found) if wanted else None for wanted in self.wants]
@@ -235,6 +233,8 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.graph.pending != weakref.ref(ctx):
+            raise InputError("a second backward of one forward (retain_graph=True): leave out cuda_graphs")
         return None, *ctx.graph.run_backward(gradients)
 
 
@@ -327,7 +327,7 @@ def regions_of(executor: "Executor", program: Program, key: Key) -> Regions:
 def is_plain_call(layer: Layer, operation: Operation, model: nn.Module) -> bool:
     """Return whether a layer is one torch call without side effects."""
     odd = layer.random or layer.several or layer.everywhere or layer.no_gradient_to or operation.attributes
-    keeps_state = layer.changes_state and layer.kind != "batch_norm"
+    keeps_state = layer.recomputed if layer.kind == "batch_norm" else layer.changes_state
     if odd or keeps_state or layer.kind not in KINDS or not layer.differentiable:
         return False
     constants = [*operation.args, *operation.kwargs.values()]

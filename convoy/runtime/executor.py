@@ -1,11 +1,10 @@
 """Run the program of one device, forward and then backward, operation by operation."""
 
 import math
-import operator
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import compress
 from typing import Any
 
@@ -16,19 +15,21 @@ from convoy.comm.group import Group, present
 from convoy.errors import InputError
 from convoy.layout.layout import Split, holders
 from convoy.model.graph import Graph, Layer
-from convoy.model.operation import TracedModel, bind_operation
-from convoy.model.tracing.python_state import is_of_user, refuse_changes, subtree
+from convoy.model.operation import TracedModel
+from convoy.model.tracing import StateWatch
+from convoy.model.tracing.python_state import State, is_of_user, refuse_changes, subtree
 from convoy.plan import device_program as ops
 from convoy.plan.compile import check_programs, compile_all, compile_device, without_gradients
-from convoy.plan.lower import lower
+from convoy.plan.lower import lower, trains
 from convoy.plan.steps import ComputeStep, InputGradient, MicroBatch, Phase, StepList, Value
 from convoy.runtime import kernels
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.runtime.clock import Clock
 from convoy.runtime.cuda_graphs import CudaGraphs, Regions, regions_of
-from convoy.runtime.exchange import Buffers, Lane, Slots
-from convoy.runtime.gradients import Found, SegmentSums, Sums, Worker, collect, own_memory, packed, unpack
-from convoy.runtime.program import BoundSegment, Item, LayerCall, Program
+from convoy.runtime.exchange import Buffers, Lane
+from convoy.runtime.gradients import Found, SegmentSums, Sums, collect, own_memory, packed, unpack
+from convoy.runtime.model_checks import HookTables
+from convoy.runtime.program import BoundSegment, LayerCall, Program
 from convoy.runtime.weights import GatheredParameters, PlanInUse
 
 
@@ -70,24 +71,25 @@ class Executor:
     ) -> None:
         self.group, self.model, self.traced, self.clock, self.gathered = group, model, traced, clock, gathered
         self.arithmetic: dict[str, kernels.Arithmetic] = {}
-        self.calls = {name: bind_operation(model, operation) for name, operation in traced.operations.items()}
         self.norms: dict[str, GlobalBatchNorm] = {}
-        self.slots, self._worker = Slots(), Worker("convoy-sums")
         self.expected_s: Expected = by_arithmetic
         self.graphs: CudaGraphs | None = None
-        self._places: dict[str, tuple[dict[str, nn.Parameter | None], str]] = {}
+        # Cached: `get_parameter` costs the host 2 ms in each step of a ResNet-18.
+        self._held = cache(lambda path: model.get_submodule(path)._parameters)
         for name, layer in traced.graph.layers.items():
-            if layer.kind != "input":
-                run = self.arithmetic[name] = kernels.arithmetic(model, layer, traced.operations[name])
-                if layer.kind == "pick" or layer.multiplies:
-                    continue
-                if layer.everywhere:
-                    run.call = self.calls[name] = partial(_call_checked, layer, self.calls[name])
-                elif not (layer.per_sample or layer.changes_state) and is_of_user(traced.operations[name], model):
-                    inside = [subtree(model, path) for path in traced.operations[name].modules]
-                    run.call = self.calls[name] = refuse_changes(name, dict(ChainMap(*inside)), self.calls[name])
+            if layer.kind == "input":
+                continue
+            run = self.arithmetic[name] = kernels.arithmetic(model, layer, traced.operations[name])
+            inside = dict(ChainMap(*(subtree(model, path) for path in traced.operations[name].modules)))
+            if layer.everywhere:
+                roots = trains(traced.graph) if "requires_grad" in State(inside).names else {*layer.inputs}
+                run.call = partial(_call_checked, layer, roots, run.call)
+            elif not (layer.per_sample or layer.changes_state) and is_of_user(traced.operations[name], model):
+                run.call = refuse_changes(name, inside, run.call)
             if layer.kind == "batch_norm":
                 self.norms[name] = GlobalBatchNorm(model.get_submodule(str(traced.operations[name].target)), layer)
+                if layer.recomputed and layer.statistics:
+                    run.call = partial(_call_twice, run.call)
 
     def program(
         self, steps: StepList, missing: frozenset[int] = frozenset(), left: frozenset[str] = frozenset()
@@ -99,12 +101,10 @@ class Executor:
         computed = [s for s in with_gradients.phase("backward") if isinstance(s, ComputeStep) and s.part != "input"]
         reached = tuple(dict.fromkeys(p.key for step in computed for p in graph[step.layer].trainable))
         program = Program(steps, made, graph, reached)
-        for op in made.forward:
-            if isinstance(op, ops.Fused):
-                program.segments[op.number] = self._segment(op, program.gathered)
+        program.segments.update((op.number, self._segment(op)) for op in made.forward if isinstance(op, ops.Fused))
         return program
 
-    def _segment(self, fused: ops.Fused, gathered: Sequence[str]) -> BoundSegment:
+    def _segment(self, fused: ops.Fused) -> BoundSegment:
         """Look up everything that forward needs for a segment: in each step it would take the host 10 us per layer."""
         graph, computed = self.traced.graph, [op for op in fused.operations if isinstance(op, ops.Compute)]
         wants = dict.fromkeys(fused.reads, False)
@@ -116,15 +116,9 @@ class Executor:
                     wants[name] = wants[name] or wanted
         calls = []
         for number, op in enumerate(computed):
-            layer = graph[op.layer]
-            held = [p for p in layer.parameters.values() if p.key not in gathered]
-            # A sharded layer's module cannot be called itself.
-            whole = all(tuple(operator.attrgetter(p.key)(self.model).shape) == p.shape for p in held)
-            call = self.calls[op.layer] if whole else self.arithmetic[op.layer].call
+            layer, call = graph[op.layer], self.arithmetic[op.layer].call
             drops = [name for name, user in last.items() if user == number and name not in fused.writes]
-            calls.append(
-                LayerCall(op.layer, op.reads, op.writes[0], call, op.size.samples, layer.differentiable, drops)
-            )
+            calls += [LayerCall(op.layer, op.reads, op.writes[0], call, op.size.samples, layer.differentiable, drops)]
         return BoundSegment(tuple(wants.values()), calls)
 
     # --- forward -----------------------------------------------------------------------------------------------------
@@ -153,7 +147,7 @@ class Executor:
         return torch.empty((0, *layer.shape), dtype=getattr(torch, layer.dtype), device=self.group.torch_device)
 
     def _run_forward(self, program: Program, tape: Tape, buffers: Buffers, *, keep: bool) -> None:
-        lane = Lane(self.group, 0, self.slots)
+        lane = Lane(self.group, 0, self.gathered.slots)
         for item in program.forward:
             match item.operations[0]:
                 case ops.Fused() as fused:
@@ -165,13 +159,10 @@ class Executor:
                 case ops.PackWeights() | ops.UnpackWeights() | ops.FreeWeights() as weights:
                     self.gathered.run(weights, buffers, self.group.device)
                 case _:
-                    self._exchange(lane, item, buffers)
+                    with self.clock.exchange():
+                        lane.run(item.operations, buffers, item.dtype)
             for name in item.drops:
                 buffers.pop(name, None)
-
-    def _exchange(self, lane: Lane, item: Item, buffers: Buffers) -> None:
-        with self.clock.exchange():
-            lane.run(item.operations, buffers, item.dtype)
 
     def _fused_forward(self, fused: ops.Fused, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
         segment = tape.program.segments[fused.number]
@@ -240,7 +231,9 @@ class Executor:
             members, value = tape.program.statistics[op.layer]
             assert isinstance(value.layout, Split)
             samples = [value.layout.shares[d] for d in members]
-            tape.norms[op.layer] = norm.combine(buffers[op.reads[0]], samples, math.prod(value.shape[2:]))
+            tape.norms[op.layer] = norm.combine(
+                buffers[op.reads[0]], samples, math.prod(value.shape[1:]) // norm.channels
+            )
             buffers[op.writes[0]] = tape.norms[op.layer].mean
 
     # --- backward ----------------------------------------------------------------------------------------------------
@@ -268,7 +261,7 @@ class Executor:
         # For a sharded parameter, earlier micro-batches left a summed shard: add it after the reduce-scatter.
         found: Found = {key: gradient for key, gradient in before.items() if key not in tape.program.into_shares}
         # After a regroup, sums of this backward must not send to the new group.
-        sums = Sums(present(self.group), program.sums, self.slots, self._worker)
+        sums = Sums(present(self.group), program.sums, self.gathered.slots, self.gathered.worker)
         with self.gathered.in_place(program.gathered):
             self._run_backward(program, tape, buffers, found, sums)
         for key in tape.program.into_shares & before.keys():
@@ -288,17 +281,13 @@ class Executor:
         return {k: own_memory(parameters[k], g, taken) for k, g in found.items() if g is not None}, inputs
 
     def _parameter(self, key: str) -> nn.Parameter:
-        """Return a parameter from a cache: `get_parameter` costs the host 2 ms in each step of a ResNet-18."""
-        if key not in self._places:
-            path, _, name = key.rpartition(".")
-            self._places[key] = self.model.get_submodule(path)._parameters, name
-        parameters, name = self._places[key]
-        parameter = parameters[name]
+        path, _, name = key.rpartition(".")
+        parameter = self._held(path)[name]
         assert parameter is not None
         return parameter
 
     def _run_backward(self, program: Program, tape: Tape, buffers: Buffers, found: Found, sums: Sums) -> None:
-        lane = Lane(self.group, 0, self.slots)
+        lane = Lane(self.group, 0, self.gathered.slots)
         for item in program.backward:
             match item.operations[0]:
                 case ops.Fused() as fused:
@@ -323,12 +312,15 @@ class Executor:
                 case ops.Unpack() as pack:
                     unpack(pack, buffers[pack.buffer], found)
                 case _:
-                    self._exchange(lane, item, buffers)
+                    with self.clock.exchange():
+                        lane.run(item.operations, buffers, item.dtype)
             for name in item.drops:
                 buffers.pop(name, None)
 
     def _backward_statistics(self, op: ops.Compute, buffers: Buffers, tape: Tape) -> None:
         norm, by = self.norms[op.layer], tape.norms[op.layer]
+        if self.traced.graph[op.layer].recomputed:
+            norm.update_running(by.mean, by.inverse_deviation**-2 - norm.module.eps, by.count)
         with self.clock.compute(op.layer, "backward"):
             g = buffers[op.reads[0]] if op.reads else None
             row = (
@@ -386,11 +378,12 @@ class Executor:
                     collect(found, parameter.key, own.get(key))
 
 
-def _call_checked(layer: Layer, call: Callable[..., Any], inputs: Sequence[Any], samples: int) -> Any:
+def _call_checked(layer: Layer, roots: set[str], call: kernels.Call, inputs: Sequence[Any], samples: int) -> Any:
     """Call a layer with its hooks, which the trace did not run. They may change values, but not shapes."""
     if torch.is_grad_enabled():
-        # Each input is a root, which refuses the backward of a tensor that a hook kept.
-        inputs = [x if x.requires_grad or not x.is_floating_point() else kernels.enter(x) for x in inputs]
+        # A root refuses the backward of a tensor that a hook kept.
+        rows = [(x, name in roots and x.is_floating_point()) for name, x in zip(layer.inputs, inputs, strict=True)]
+        inputs = [kernels.enter(x) if enters and not x.requires_grad else x for x, enters in rows]
     y = call(inputs, samples)
     first = y[0] if layer.several and isinstance(y, tuple | list) and y else y
     found = tuple(first.shape) if isinstance(first, Tensor) else type(first).__name__
@@ -399,6 +392,19 @@ def _call_checked(layer: Layer, call: Callable[..., Any], inputs: Sequence[Any],
             f"after its hooks, layer {layer.name!r} gives {found}, without them {layer.batch_shape(samples)}: hooks may "
             "change values, but not shapes; change shapes in forward()"
         )
+    return y
+
+
+def _call_twice(call: Callable[..., Any], inputs: Sequence[Tensor], samples: int) -> Any:
+    """Call a batch norm, and again in backward, as `torch.utils.checkpoint` does: it updates the running statistics twice."""
+    y, x = call(inputs, samples), inputs[0].detach()
+
+    @torch.no_grad()
+    def again(_: Tensor) -> None:
+        call([x], samples)
+
+    if y.requires_grad:
+        y.register_hook(again)
     return y
 
 
@@ -418,48 +424,48 @@ CHECKED_DEVICES = 16
 """Largest number of devices whose programs are checked against each other before the first step. More would take seconds."""
 
 StateDevices = dict[str, set[int]]
-"""For each layer that changes its own state, the devices that have run it."""
+"""For each layer that changes its own state, the devices that have run it, in any variant."""
 
 
-class ProgramCache:
-    """The programs of this device for one plan.
-
-    Args:
-        state_devices: shared by successive plans, because layers keep their state when the plan changes.
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The executor, programs and checks for one trace of the model under one plan.
 
     Attributes:
-        programs: by mode, batch size, requested input gradients, and kind of micro-batch.
+        trained: parameters that require a gradient, by key.
+        programs: by batch size, requested input gradients, and kind of micro-batch.
     """
 
-    def __init__(self, in_use: PlanInUse, executors: Mapping[bool, Executor], state_devices: StateDevices) -> None:
-        self._in_use, self._executors, self._state_devices = in_use, executors, state_devices
-        self.programs: dict[tuple[bool, int, tuple[InputGradient, ...], MicroBatch], Program] = {}
+    executor: Executor
+    in_use: PlanInUse
+    tables: HookTables
+    state: StateWatch
+    trained: dict[str, nn.Parameter]
+    state_devices: StateDevices
+    programs: dict[tuple[int, tuple[InputGradient, ...], MicroBatch], Program] = field(default_factory=dict)
 
-    def get(
-        self, training: bool, batch: int, wanted: tuple[InputGradient, ...] = (), kind: MicroBatch = "only"
-    ) -> Program:
+    def program(self, batch: int, wanted: tuple[InputGradient, ...] = (), kind: MicroBatch = "only") -> Program:
         """Return the program for a global batch of this size."""
-        key = (training, batch, wanted, kind)
+        key = (batch, wanted, kind)
         if key not in self.programs:
-            in_use, executor = self._in_use, self._executors[training]
-            graph = executor.traced.graph
+            in_use, graph = self.in_use, self.executor.traced.graph
             kept = {name: layout for name, layout in in_use.layouts.items() if name not in in_use.borrowed}
-            steps = lower(in_use.plans[training], graph, batch, wanted, kept, kind)
+            steps = lower(in_use.plan, graph, batch, wanted, kept, kind)
             self._check_state(steps, graph)
-            if not self.programs and in_use.devices <= CHECKED_DEVICES:
+            if not self.programs and in_use.plan.devices <= CHECKED_DEVICES:
                 check_programs(compile_all(steps, graph))
-            self.programs[key] = executor.program(steps)
+            self.programs[key] = self.executor.program(steps)
         return self.programs[key]
 
     def _check_state(self, steps: StepList, graph: Graph) -> None:
         """Raise InputError if a layer with its own state would run on devices where that state is outdated."""
         for step in steps.phase("forward"):
             if not isinstance(step, ComputeStep) or not (
-                graph[step.layer].changes_state or step.layer in self._state_devices
+                graph[step.layer].changes_state or step.layer in self.state_devices
             ):
                 continue
             here = set(holders(step.writes.layout))
-            before = self._state_devices.setdefault(step.layer, here)
+            before = self.state_devices.setdefault(step.layer, here)
             if here != before if graph[step.layer].changes_state else not here <= before:
                 raise InputError(
                     f"layer {step.layer!r} changes its Python state, buffers or parameters in forward. It ran on the devices "

@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from convoy.errors import InputError
 from convoy.model.graph import Layer
-from convoy.model.operation import Operation, bind_operation
+from convoy.model.operation import Operation, bind_operation, in_one_format
 from convoy.plan.steps import Part
 from convoy.runtime.gradients import Found, collect
 
@@ -47,13 +47,13 @@ def _call_on_shard(module: Any, layer: Layer) -> Call:
         return module.bias if module.bias is not None and module.bias.numel() else None
 
     if layer.kind == "linear":
-        return lambda inputs, _samples: F.linear(inputs[0], module.weight, bias())
+        return lambda inputs, _samples: in_one_format(F.linear(inputs[0], module.weight, bias()))
     transposed = layer.kind == "conv_transpose"
     function: Callable[..., Tensor] = getattr(F, f"{layer.kind}{len(module.kernel_size)}d")
     per_group = (layer.channels_in if transposed else layer.channels_out) // layer.groups
     padding, mode = module.padding, module.padding_mode
 
-    def convolve(inputs: Sequence[Tensor], _samples: int) -> Tensor:
+    def convolve(inputs: Sequence[Tensor]) -> Tensor:
         (x,), weight = inputs, module.weight
         groups = weight.shape[0] // per_group if layer.groups > 1 else 1
         if transposed:
@@ -63,7 +63,7 @@ def _call_on_shard(module: Any, layer: Layer) -> Call:
             return function(padded, weight, bias(), module.stride, 0, module.dilation, groups)
         return function(x, weight, bias(), module.stride, padding, module.dilation, groups)
 
-    return convolve
+    return lambda inputs, _samples: in_one_format(convolve(inputs))
 
 
 class Arithmetic:

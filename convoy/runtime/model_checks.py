@@ -1,12 +1,10 @@
 """Check before each step that the model has not changed in an unsupported way, and that the devices agree.
 
-Three kinds of hooks act as on one device: hooks on the distributed model, whose outputs are those of the global batch;
-forward hooks registered on modules before `distribute`, which every device then computes for the global batch; and hooks on
-parameters that every device holds whole, because autograd gets their summed gradients. Any other hook would see a shard or
-not run.
+Three kinds of hooks act as on one device: hooks on the distributed model; forward hooks registered on modules before
+`distribute`, which every device then computes for the global batch; and hooks on parameters that every device holds whole,
+because autograd gets their summed gradients. Any other hook would see a shard or not run.
 
-The devices also compare model, plan, global batches, losses and copies of parameters: a difference would silently change the
-results. They compare batches and losses at steps 1, 2, 4, 8, ... and at the first batch of each size, up to rounding.
+The devices also compare model, plan, batches, losses and copies of parameters: a difference would change the results.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,46 +18,57 @@ from convoy._version import __version__
 from convoy.comm.control_messages import agree_on, agree_on_modes, gather
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError
-from convoy.layout.layout import Replicated, everywhere
+from convoy.layout.layout import Replicated, Shape, everywhere
 from convoy.machine.accelerator import in_float64
-from convoy.model.tracing import TracedModel
+from convoy.model.nested import CallForm
+from convoy.model.operation import TracedModel
 from convoy.model.tracing.copies import KINDS, ON_PARAMETERS, on_weights
+from convoy.model.tracing.live import is_inside
+from convoy.model.tracing.python_state import modes_of
 from convoy.plan.plan import Plan
 from convoy.plan.steps import MicroBatch, StepList, Value
 from convoy.runtime.batches import StepInputs
-from convoy.runtime.shards import CallGuard
 
 _GLOBAL = tuple(getattr(modules_of_torch, f"_global{kind}") for kind in KINDS)
+
+Signature = tuple[CallForm, tuple[Shape, ...], tuple[bool, ...], tuple[bool, ...]]
+"""What a trace and its programs depend on: the form of the call; the shape of each input per sample; whether in training mode,
+for each module that has modes; whether it requires a gradient, for each parameter."""
+
+DIFFERS = (
+    "has other sizes of inputs, modes of modules (train, eval) or requires_grad, another state of no_sync(), or is at another "
+    "micro-batch of the step,"
+)
+
+HookTables = list[dict[int, Any]]
+"""The hook tables of modules that may contain only torch's hooks on weights, and Convoy's."""
 
 
 class ModelChecks:
     """The checks of one model before every step.
 
     Attributes:
-        trained: parameters that require a gradient, by key.
+        held, trained: the parameters, by key; for each, whether it required a gradient at first.
     """
 
-    def __init__(self, model: nn.Module, traced: Mapping[bool, TracedModel], devices: int) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
-        held = dict(model.named_parameters())
-        self._dtypes = {key: p.dtype for key, p in held.items()}
-        self.trained = {key: p for key, p in held.items() if p.requires_grad}
+        self.held = dict(model.named_parameters())
+        self.trained = tuple(p.requires_grad for p in self.held.values())
+        self._with_modes = [model.get_submodule(path) for path in modes_of(model)]
         self._parameters = [
-            (model.get_submodule(key.rpartition(".")[0])._parameters, key.rpartition(".")[2], key, p)
-            for key, p in held.items()
+            (model.get_submodule(key.rpartition(".")[0])._parameters, key.rpartition(".")[2], key, p, p.dtype, p.device)
+            for key, p in self.held.items()
         ]
-        self.use_devices(traced, devices)
 
-    def use_devices(self, traced: Mapping[bool, TracedModel], devices: int) -> None:
-        self._tables = {mode: _hook_tables(self._model, trace, devices) for mode, trace in traced.items()}
+    def signature(self, call: CallForm, shapes: tuple[Shape, ...]) -> Signature:
+        """Return the present signature, for a call with inputs of these shapes per sample."""
+        trained = [p.requires_grad for p in self.held.values()] if torch.is_grad_enabled() else self.trained
+        return call, shapes, tuple([m.training for m in self._with_modes]), tuple(trained)
 
-    def check(self, training: bool, whole: Mapping[str, bool]) -> None:
+    def check(self, tables: HookTables, whole: Mapping[str, bool]) -> None:
         """Raise InputError if hooks or parameters have changed. `whole`: the parameters that every device holds whole."""
-        never, of_torch = self._tables[training]
-        for hooks in filter(None, never):
-            if not all(isinstance(hook, CallGuard) for hook in list(hooks.values())):
-                _refuse_on_module(self._model, hooks)
-        for hooks in filter(None, of_torch):
+        for hooks in filter(None, tables):
             if not all(map(on_weights, list(hooks.values()))):
                 _refuse_on_module(self._model, hooks)
         for kind, hooks in zip(KINDS.values(), _GLOBAL, strict=True):
@@ -70,21 +79,12 @@ class ModelChecks:
                     f"a {kind} was registered for all modules: a distributed model does not call its modules one by one; "
                     "register it on the distributed model, or on single modules before distribute()"
                 )
-        for holder, name, key, parameter in self._parameters:
-            if holder.get(name) is not parameter:
+        for holder, name, key, parameter, dtype, device in self._parameters:
+            if holder.get(name) is not parameter or parameter.dtype is not dtype or parameter.device != device:
                 raise InputError(
-                    f"parameter {key!r} was replaced after distribute(): change its values, by load_state_dict() or "
-                    "parameter.data, or change the model before and distribute it again"
-                )
-            if parameter.dtype is not self._dtypes[key]:
-                raise InputError(
-                    f"parameter {key!r} became {parameter.dtype} after distribute(), and was {self._dtypes[key]}: change the "
-                    "model before, or give prepare a precision"
-                )
-            if parameter.requires_grad != (key in self.trained):
-                raise InputError(
-                    f"parameter {key!r} was {'thawed' if parameter.requires_grad else 'frozen'} after distribute(): set "
-                    "requires_grad on the model before, and distribute it again"
+                    f"parameter {key!r} was replaced after distribute(), or is no longer {dtype} on {device}: change the model "
+                    "before it is distributed. For other values use load_state_dict() or parameter.data, for another device "
+                    "convoy.join(device) or CONVOY_DEVICE, for another dtype precision='bf16'"
                 )
             if (parameter._backward_hooks or parameter._post_accumulate_grad_hooks) and not whole[key]:
                 what = next(name for kind, name in ON_PARAMETERS.items() if getattr(parameter, kind))
@@ -95,49 +95,33 @@ class ModelChecks:
                 )
 
 
-def carry_over(new: nn.Parameter, old: Tensor) -> None:
-    """Give `new` the hooks of `old`. Both share the hook tables, so removing a hook works for both."""
-    for kind in ON_PARAMETERS:
-        if hooks := getattr(old, kind, None):
-            setattr(new, kind, hooks)
-
-
-_Tables = list[dict[int, Any]]
-
-
-def _hook_tables(model: nn.Module, traced: TracedModel, devices: int) -> tuple[_Tables, _Tables]:
-    """Return the hook tables of modules that must be empty, and those that may contain torch's own hooks on weights.
-
-    Any other hook in them would not run, or would see a shard.
-    """
+def hook_tables(model: nn.Module, traced: TracedModel, devices: int) -> HookTables:
+    """Return the tables whose hooks would not run, or would see a shard."""
     called = [
         (path, layer.everywhere)
         for name, layer in traced.graph.layers.items()
         if layer.kind == "opaque"
         for path in traced.operations[name].modules
     ]
-    never: _Tables = []
-    of_torch: _Tables = []
+    tables: HookTables = []
     for path, module in model.named_modules():
+        if traced.path and not is_inside(path, [traced.path]):
+            continue  # every device calls it with the global batch
         live = [everywhere for whole, everywhere in called if whole in ("", path) or path.startswith(f"{whole}.")]
         for kind in KINDS:
-            if live and (devices == 1 or (any(live) and "forward" in kind)):
-                continue  # the module is called as the user wrote it, with the global batch
-            (of_torch if live else never).append(getattr(module, kind))
-    return never, of_torch
+            # Else the module is called as the user wrote it, with the global batch.
+            if not live or (devices > 1 and not (any(live) and "forward" in kind)):
+                tables.append(getattr(module, kind))
+    return tables
 
 
 def _refuse_on_module(model: nn.Module, hooks: dict[int, Any]) -> NoReturn:
     path, kind = next((p, k) for p, m in model.named_modules() for k in KINDS if getattr(m, k) is hooks)
     what = f"module {path!r} has" if path else "the model that was distributed has"
-    if "backward" in kind or not path:
-        remedy = "register it on the distributed model itself, or train on one device"
-    else:
-        remedy = (
-            "register it before distribute(): then every device computes that module for the global batch (impossible for a "
-            "module with dropout); or register it on the distributed model itself"
-        )
-    raise InputError(f"{what} a {KINDS[kind]}, which would see a part of the batch, or not run: {remedy}")
+    raise InputError(
+        f"{what} a {KINDS[kind]}, which would see a part of the batch or not run: register it on the distributed model itself, "
+        "or before distribute() if it is a forward hook (then every device computes that module for the global batch)"
+    )
 
 
 # --- comparisons between devices ----------------------------------------------------------------------------------------
@@ -149,12 +133,16 @@ COPY_TOLERANCE = 5e-3  # relative to a parameter's largest entry
 
 COMPARED_ENTRIES = 4  # of each parameter
 
-INTERVAL = 1024  # largest number of steps between two comparisons
+INTERVAL = (
+    1024  # largest number of steps between two comparisons, which are at steps 1, 2, 4, 8, ... and new signatures
+)
 
 
 def check_same_start(group: Group, traced: TracedModel, plan: Plan) -> None:
     """Raise MismatchError if the devices have different models, plans or versions. Every device must call it."""
     texts = {"model": traced.graph.fingerprint, "plan": plan.to_json(), "version of Convoy": __version__}
+    if traced.live is not None:  # unlike devices may round to another decision
+        texts["type of device (this model's own forward runs on all)"] = group.torch_device.type
     for what, text in texts.items():
         agree_on(group, f"distribute:{what}", text, f"started with another {what}")
     agree_on_modes(group)
@@ -164,11 +152,11 @@ class Comparisons:
     def __init__(self, group: Group) -> None:
         self._group = group
         self.calls = 0
-        self.done: set[tuple[bool, int, MicroBatch]] = set()  # (mode, batch size, micro-batch)
+        self.done: set[tuple[Signature, int, MicroBatch]] = set()  # (signature, batch size, micro-batch)
 
-    def check_inputs(self, training: bool, steps: StepList, inputs: StepInputs) -> bool:
+    def check_inputs(self, signature: Signature, steps: StepList, inputs: StepInputs) -> bool:
         """Return whether this step is compared. If so, compare the devices' micro-batches and global batches."""
-        group, key = self._group, (training, steps.batch, steps.micro_batch)
+        group, key = self._group, (signature, steps.batch, steps.micro_batch)
         if group.devices == 1:
             return False
         self.calls += 1
@@ -176,8 +164,7 @@ class Comparisons:
         if not due and key in self.done:
             return False
         self.done.add(key)
-        differs = "has another state of no_sync(), or is at another micro-batch of the step,"
-        agree_on(group, "call of the model", steps.micro_batch, differs)
+        agree_on(group, "call of the model", f"{steps.micro_batch} {signature}", DIFFERS)
         everyone = everywhere(group.devices)
         rows = zip(inputs.tensors, steps.inputs, inputs.wholes, strict=True)
         if replicated := [x for x, value, whole in rows if whole or value.layout == everyone]:

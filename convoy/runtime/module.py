@@ -4,33 +4,37 @@
 """
 
 import copy
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, reduce
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from convoy.comm.control_messages import agree_on
 from convoy.comm.group import Group
 from convoy.errors import ConvoyError, InputError
-from convoy.layout.layout import Layout, Replicated
-from convoy.model.nested import Example
-from convoy.model.operation import fill
-from convoy.model.tracing import StateWatch, disable_in_place, trace, unwrapped
-from convoy.model.tracing.copies import copied
+from convoy.layout.layout import Layout, Replicated, Shape, everywhere
+from convoy.model.nested import Arguments, CallForm, Example, arguments_of
+from convoy.model.operation import TracedModel, fill, with_trained
+from convoy.model.tracing import StateWatch, copied, disable_in_place, samples_in, trace, unwrapped
 from convoy.plan.plan import Plan
 from convoy.plan.steps import StepList, Value
-from convoy.runtime import shards
-from convoy.runtime.batches import StepInputs, local_inputs, read_inputs, returned_outputs, rows_of
+from convoy.runtime import model_checks, shards
+from convoy.runtime.batches import StepInputs, local_inputs, read_inputs, returned_outputs, rows_of, sample_shapes
 from convoy.runtime.clock import Clock
 from convoy.runtime.cuda_graphs import CudaGraphs, can_capture
-from convoy.runtime.executor import Executor, Expected, ProgramCache, StateDevices
+from convoy.runtime.executor import Executor, Expected, StateDevices, Variant, by_arithmetic
 from convoy.runtime.gradients import global_norm
-from convoy.runtime.model_checks import Comparisons, ModelChecks, check_copies, check_same_start
+from convoy.runtime.outer import OutsideGradients, SplitForward, run_live
 from convoy.runtime.program import Program
 from convoy.runtime.step_node import Accumulation, StepCall
 from convoy.runtime.weights import GatheredParameters, Weights, copied_without_weights, parameters_of, plan_in_use
+
+MOST_VARIANTS = 16  # of one model: each keeps its programs, and its CUDA graphs
 
 
 class StaleBatchError(ConvoyError):
@@ -84,13 +88,17 @@ class Distributed(nn.Module):
         shards.check_not_distributed(model)
         trained = trace(model, example, training=True)
         self.traced = {True: trained, False: trace(model, example, training=False, like=trained)}
-        check_same_start(group, trained, plan)
+        args, kwargs = arguments_of(example)
+        self._samples = samples_in((*args, *kwargs.values()))
+        model_checks.check_same_start(group, trained, plan)
         plan.check(trained.graph, group.devices)
         self.group, self.clock = group, Clock(group.torch_device, slowdown)
         self.parameters_by_key = parameters_of(model, self.traced)
         self.reshards = -1
         self._state_devices: StateDevices = {}
+        self._expected_s: Expected = by_arithmetic
         self._set_plan(plan)
+        self._in_place = [path for path, m in model.named_modules() if getattr(m, "inplace", False)]
         self.module = disable_in_place(model if takes_over else copied_without_weights(model, group.torch_device))
         self.weights = Weights(group, self.module, self.parameters_by_key, self._in_use)
         self.calls = shards.CallGuard()
@@ -132,7 +140,7 @@ class Distributed(nn.Module):
             return torch.compiler.disable(self._step)(inputs, batch, whole, others)  # type: ignore[no-untyped-call]
         return self._step(inputs, batch, whole, others)
 
-    def _step(self, inputs: tuple[Any, ...], batch: int | None, whole: bool, others: dict[str, Any]) -> Any:
+    def _step(self, inputs: tuple[Any, ...], batch: Any, whole: bool, others: dict[str, Any]) -> Any:
         if self.stale:
             raise StaleBatchError("the devices have changed since this batch was loaded: the loader returns it again")
         if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
@@ -140,28 +148,53 @@ class Distributed(nn.Module):
                 "DistributedDataParallel around a distributed model, which sums gradients itself: remove that wrapper"
             )
         self.weights.check_loaded()
-        training, traced, graph = self.training, self.traced[self.training], self.traced[self.training].graph
-        tensors = traced.call.tensors(self.module, inputs, others)
+        if not isinstance(batch, int | None):  # the model's own argument of this name
+            others, batch = {**others, "batch": batch}, None
+        traced = self.traced[self.training]
+        if traced.live is not None:
+            return run_live(self.module, inputs, others, batch, self._lending(traced))
+        call, tensors = self.traced[True].call.read(self.module, inputs, others)
         whole = whole or (self.takes_whole and batch is None and not self._announced)
-        given = read_inputs(tensors, batch, whole, self._announced)
-        program = self._programs.get(training, given.batch, given.wanted, self._accumulation.kind())
-        parts = local_inputs(given, program.steps, graph, self.group)
-        compares = self._comparisons.check_inputs(training, program.steps, given)
-        self._checks.check(training, self._in_use.whole)
-        self._states[training].check()
-        outputs = self._compute(given, program, parts, compares)
-        return fill(traced.result, returned_outputs(outputs, program.steps, graph, self.group))
+        return self._run(traced, call, read_inputs(tensors, batch, whole, self._announced))
 
-    def _compute(self, given: StepInputs, program: Program, parts: list[Tensor], compares: bool) -> Sequence[Tensor]:
-        executor, kind = self._executors[self.training], self.group.torch_device.type
+    @contextmanager
+    def _lending(self, traced: TracedModel) -> Iterator[bool]:
+        """Bring the sharded parameters that are in no layer of a trace, and return whether there are any."""
+        lent, kind = self._in_use.lent_whole(traced.graph), self.group.torch_device.type
+        autocast = nullcontext() if self.precision is None else torch.autocast(kind, self.precision)
+        self.calls.working += bool(lent)
+        try:
+            with self.weights.borrowing(lent), autocast:
+                yield bool(lent)
+        finally:
+            self.calls.working -= bool(lent)
+
+    def _run(self, traced: TracedModel, call: CallForm, given: StepInputs) -> Any:
+        """Run one step of the model, or of a split submodule. Return the outputs of the global batch."""
+        signature = self._checks.signature(call, sample_shapes(given, call, traced, self.group))
+        variant = self._variant(traced.path, signature)
+        traced, program = variant.executor.traced, variant.program(given.batch, given.wanted, self._accumulation.kind())
+        parts = local_inputs(given, program.steps, traced.graph, self.group)
+        compares = self._comparisons.check_inputs(signature, program.steps, given)
+        self._checks.check(variant.tables, self._in_use.whole)
+        variant.state.check()
+        outputs = self._compute(variant, given, program, parts, compares)
+        return fill(traced.result, returned_outputs(outputs, program.steps, traced.graph, self.group))
+
+    def _compute(
+        self, variant: Variant, given: StepInputs, program: Program, parts: list[Tensor], compares: bool
+    ) -> Sequence[Tensor]:
+        executor, kind, trained = variant.executor, self.group.torch_device.type, variant.trained
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         precision = self.precision or autocast
-        borrowing: AbstractContextManager[None] = nullcontext() if self.training else self.weights.borrowing()
+        lent = variant.in_use.borrowed
+        borrowing: AbstractContextManager[None] = self.weights.borrowing(lent) if lent else nullcontext()
         # The executor applies autocast, layer by layer, in backward too.
         with torch.autocast(kind, enabled=False), borrowing, program.random.same_after(self.group):
-            if torch.is_grad_enabled() and (self._checks.trained or any(x.requires_grad for x in given.tensors)):
-                begin = partial(self._begin_backward, self.reshards, self.training, compares, program.steps.outputs)
-                call = StepCall(executor, program, precision, parts, self._checks.trained, self._accumulation, begin)
+            if torch.is_grad_enabled() and (trained or any(x.requires_grad for x in given.tensors)):
+                compared = program.steps.outputs if compares else ()
+                begin = partial(self._begin_backward, self.reshards, variant, compared)
+                call = StepCall(executor, program, precision, parts, trained, self._accumulation, begin)
                 return call.outputs(given.tensors)
             # The caller's tensors must not be marked or changed.
             callers = {x.untyped_storage().data_ptr() for x in given.tensors}
@@ -169,27 +202,25 @@ class Distributed(nn.Module):
             return [y.clone() if y.untyped_storage().data_ptr() in callers else y for y in made]
 
     def _begin_backward(
-        self,
-        reshards: int,
-        training: bool,
-        compares: bool,
-        outputs: Sequence[Value],
-        output_gradients: Sequence[Tensor | None],
+        self, reshards: int, variant: Variant, compared: Sequence[Value], gradients: Sequence[Tensor | None]
     ) -> None:
         """Check that backward can run. `reshards`: the value of `self.reshards` in its forward."""
         if reshards != self.reshards:
             raise InputError(
                 "the shares changed between a forward pass and its backward: call reshard() after backward()"
             )
-        if not training and self._in_use.half_trained is not None:
+        if lent := variant.in_use.borrowed.keys() & variant.trained.keys():
             raise InputError(
-                f"backward in evaluation mode: parameter {self._in_use.half_trained!r} is used there on devices that do not "
-                "keep it, so it would not train as on one device; call model.train() before forward, and keep in evaluation "
-                "mode only the modules that were so before distribute()"
+                f"backward in evaluation mode: parameter {min(lent)!r} is used there on devices that do not keep it, so it "
+                "would not train as on one device: call model.train() before forward"
             )
-        shards.check_weights(self._checks.trained.values())  # in backward: an averaged model may change by hand
-        if compares:
-            self._comparisons.check_gradients(outputs, output_gradients)
+        if frozen := [key for key, p in variant.trained.items() if not p.requires_grad]:
+            raise InputError(
+                f"parameter {frozen[0]!r} was frozen between a forward pass and its backward: set requires_grad before forward"
+            )
+        shards.check_weights(variant.trained.values())  # in backward: an averaged model may change by hand
+        if compared:
+            self._comparisons.check_gradients(compared, gradients)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Keep gradients local inside the block; the next micro-batch outside sums those of all micro-batches.
@@ -197,13 +228,6 @@ class Distributed(nn.Module):
         As with DistributedDataParallel, run forward and backward of a micro-batch inside, and those of a step's last
         micro-batch outside. Until then `.grad` is the sum of this device's gradients. Hooks on parameters run in the last
         micro-batch only, with the gradient of all.
-
-        ::
-
-            for number, (x, y) in enumerate(parts):
-                with model.no_sync() if number < len(parts) - 1 else nullcontext():
-                    (criterion(model(x), y) / len(parts)).backward()
-            optimizer.step()
         """
         return self._accumulation.unsummed()
 
@@ -214,24 +238,18 @@ class Distributed(nn.Module):
         self._set_plan(plan)
         self.weights.in_use = self._in_use
         self._gathered.clear()
-        self._programs = ProgramCache(self._in_use, self._executors, self._state_devices)
+        self._variants.clear()
 
     def enter(self, plan: Plan) -> None:
-        """Switch to a plan for the devices after a regroup, and discard an interrupted step.
-
-        `SnapshotStore.restore` then restores weights and optimizer state.
-        """
+        """Switch to a plan for the devices after a regroup, and discard an interrupted step and its weights."""
         plan.check(self.traced[True].graph, self.group.devices)
-        expected = {mode: executor.expected_s for mode, executor in self._executors.items()}
         self._state_devices = {}
         self._set_plan(plan)
         self.weights.in_use = self._in_use
+        self._traces.clear()  # a joining device has none
         self._make_ready()
-        for mode, executor in self._executors.items():
-            executor.expected_s = expected[mode]
-        self._checks.use_devices(self.traced, self.group.devices)
         for parameter in self.parameters():
-            shards.mark_unsummed(parameter, False)
+            setattr(parameter, shards.UNSUMMED, False)
 
     def _set_plan(self, plan: Plan) -> None:
         trained, evaluated = self.traced[True].graph, self.traced[False].graph
@@ -241,28 +259,89 @@ class Distributed(nn.Module):
 
     def _bind(self) -> None:
         self._make_ready()
-        self._checks = ModelChecks(self.module, self.traced, self.group.devices)
-        self._states = {mode: StateWatch(self.module, t.seen, t.modes) for mode, t in self.traced.items()}
+        for path in filter(None, self.traced[True].parts):
+            module: Any = self.module.get_submodule(path)
+            module.forward = SplitForward(module, path, self._run, lambda: self.traced[self.training])
+        OutsideGradients(self.group, self.module, self.traced, lambda: self._accumulation.sums)
+        self._checks = model_checks.ModelChecks(self.module)
+        self._first_traces = {
+            (part.path, part.call, _shapes(part), tuple(traced.modes.values())): (
+                part,
+                StateWatch(self.module, part.seen),
+            )
+            for traced in (self.traced[False], self.traced[True])  # a model without modes has one trace
+            for part in traced.parts.values()
+        }
+        self._traces: dict[Any, tuple[TracedModel, StateWatch]] = {}  # by path, call, shapes and modes, in order of use
         self.mark_shards()
+
+    def first_variant(self) -> Variant:
+        """Return the variant for inputs like the example, with all modules in the current mode."""
+        traced = self.traced[self.training]
+        return self._variant("", (traced.call, _shapes(traced), tuple(traced.modes.values()), self._checks.trained))
+
+    def _variant(self, path: str, signature: model_checks.Signature) -> Variant:
+        """Return the variant of a signature. All devices need the same ones in the same order, so they make it together."""
+        variant = self._variants.pop((path, signature), None) or self._made(path, signature)
+        self._variants[path, signature] = variant  # in order of use
+        if len(self._variants) > MOST_VARIANTS:
+            del self._variants[next(iter(self._variants))]
+        return variant
+
+    def _made(self, path: str, signature: model_checks.Signature) -> Variant:
+        call, shapes, _, required = signature
+        key = path, *signature[:3]
+        if (found := self._first_traces.get(key) or self._traces.get(key)) is None:
+            start_s = time.perf_counter()
+            traced = self._traced_like(path, call, shapes)
+            agree_on(self.group, "new trace", f"{signature} {traced.graph.fingerprint}", model_checks.DIFFERS)
+            found = self._traces[key] = traced, StateWatch(self.module, traced.seen)
+            if len(self._traces) > MOST_VARIANTS:
+                del self._traces[next(iter(self._traces))]
+            if self.group.device == 0 and (took_s := time.perf_counter() - start_s) > 1:
+                print(f"convoy: traced the model for inputs {shapes} in {took_s:.1f} s", file=sys.stderr, flush=True)
+        inside = {p.key for layer in found[0].graph.layers.values() for p in layer.parameters.values()}
+        rows = zip(self._checks.held.items(), required, strict=True)
+        trained = {name: p for (name, p), needs in rows if needs and (not path or name in inside)}
+        traced, state = with_trained(found[0], trained), found[1]
+        executor = Executor(self.group, self.module, traced, self.clock, self._gathered)
+        executor.expected_s, executor.graphs = self._expected_s, self.cuda_graphs
+        in_use = self._in_use.to(traced, self.traced[True].graph)
+        tables = model_checks.hook_tables(self.module, traced, self.group.devices)
+        return Variant(executor, in_use, tables, state, trained, self._state_devices)
+
+    def _traced_like(self, path: str, call: CallForm, shapes: tuple[Shape, ...]) -> TracedModel:
+        """Trace the model as it is now, for another call, other shapes or modules in other modes. Every device calls it."""
+        like, kind = self.traced[self.training].parts[path], self.group.torch_device.type
+        tensors = [torch.zeros((self._samples, *s), dtype=t) for s, t in zip(shapes, call.dtypes, strict=True)]
+        example = Arguments(*fill(call.arguments, tensors))
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(kind, enabled=False):
+            for values in (False, True):  # weights are gathered only for layers that must be tried
+                model = self.weights.whole_copy(self.calls, values=values)
+                for each in self._in_place:
+                    model.get_submodule(each).inplace = True  # type: ignore[assignment]
+                for module in model.modules():
+                    if isinstance(vars(module).get("forward"), SplitForward):
+                        del module.forward
+                try:
+                    return trace(model, example, training=None, like=like)
+                except InputError as error:
+                    failed = error
+        raise InputError(f"for inputs of {shapes} per sample, unlike those of the example: {failed}")
 
     def use_clock(self, clock: Clock) -> None:
         self.clock = clock
         self._make_ready()
 
     def _make_ready(self) -> None:
-        """Create executors and an empty program cache, and reset the counters of micro-batches and steps."""
+        """Drop all executors and programs, and reset the counters of micro-batches and steps."""
         shapes = {key: p.shape for key, p in self.parameters_by_key.items()}
         self._gathered = GatheredParameters(self.module, shapes, self.calls)
-        self._executors = {
-            mode: Executor(self.group, self.module, t, self.clock, self._gathered) for mode, t in self.traced.items()
-        }
         if self.cuda_graphs is not None:
             self.cuda_graphs.captured = 0
-        for executor in self._executors.values():
-            executor.graphs = self.cuda_graphs
-        self._programs = ProgramCache(self._in_use, self._executors, self._state_devices)
+        self._variants: dict[tuple[str, model_checks.Signature], Variant] = {}
         self._accumulation = Accumulation()
-        self._comparisons = Comparisons(self.group)
+        self._comparisons = model_checks.Comparisons(self.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Distributed":
         """Return a model with the same weights, plan and devices, such as a teacher. Every device must call it."""
@@ -320,7 +399,9 @@ class Distributed(nn.Module):
     def check_copies(self) -> None:
         """Raise MismatchError if replicated parameters differ between devices. Every device must call it."""
         if self.group.devices > 1:
-            check_copies(self.group, {key: p for key, p in self.named_parameters() if self._in_use.whole[key]})
+            model_checks.check_copies(
+                self.group, {key: p for key, p in self.named_parameters() if self._in_use.whole[key]}
+            )
 
     def weights_changed(self) -> None:
         """Accept the script's changes to sharded weights. Every device calls it.
@@ -340,8 +421,7 @@ class Distributed(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients; see `convoy.train.clip_grad_norm_`."""
-        known = self.parameters_by_key
-        rows = [(key, self.module.get_parameter(key)) for key, p in known.items() if p.trainable]
+        rows = list(self.module.named_parameters())
         parameters = [p for _, p in rows]
         shards.check_summed("clip_grad_norm_", parameters)
         shards.check_gradients("clip_grad_norm_", parameters)
@@ -380,28 +460,25 @@ class Distributed(nn.Module):
                 )
         super().__setattr__(name, value)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        for tensor in {(t.dtype, t.device): t for t in (*self.parameters(), *self.buffers())}.values():
-            made = fn(tensor.detach()[:0] if tensor.dim() else tensor.detach())
-            if made.dtype != tensor.dtype or made.device != tensor.device:
-                raise InputError(
-                    f"the distributed model would change from {tensor.dtype} on {tensor.device} to {made.dtype} on "
-                    f"{made.device}: change the model before it is distributed; convoy.join(device) or CONVOY_DEVICE choose "
-                    "the device, precision='bf16' the precision"
-                )
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-
     # --- for loaders and controllers ---------------------------------------------------------------------------------
 
     def steps(self, batch: int) -> StepList:
         """Return the step list for a global batch of this size, in the current mode."""
-        return self._programs.get(self.training, batch).steps
+        return self.first_variant().program(batch).steps
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the model's own forward runs in every step, with the global batch on every device."""
+        return self.traced[self.training].live is not None
 
     def input_layouts(self, batch: int) -> tuple[Layout, ...]:
+        if self.is_live:
+            call = self.traced[self.training].call
+            return (everywhere(self.group.devices),) * (1 if call is None else len(call.names))
         return tuple(value.layout for value in self.steps(batch).inputs)
 
     def output_rows(self, batch: int) -> tuple[int, int]:
-        values = [v for v in self.steps(batch).outputs if not isinstance(v.layout, Replicated)]
+        values = [v for v in self.steps(batch).outputs if not self.is_live and not isinstance(v.layout, Replicated)]
         return rows_of(values[0].layout, values[0].shape, self.group.device) if values else (0, batch)
 
     def announce(self, batch: int | None) -> None:
@@ -409,10 +486,12 @@ class Distributed(nn.Module):
         self._announced[:] = [] if batch is None else [batch]
 
     def expect(self, seconds: Expected) -> None:
-        for executor in self._executors.values():
-            executor.expected_s = seconds
-        for program in self._programs.programs.values():
-            program.expected_s.clear()
+        self._expected_s = seconds
+        self._variants.clear()
+
+
+def _shapes(traced: TracedModel) -> tuple[Shape, ...]:
+    return tuple(layer.shape for layer in traced.graph.inputs)
 
 
 def not_distributed(who: str, model: object) -> InputError:

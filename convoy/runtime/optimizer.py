@@ -30,11 +30,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 
 def full_optimizer_state(model: Distributed, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state for the whole model, by parameter name, on every device. Every device must call it.
-
-    Returns:
-        `state`: whole tensors and numbers by parameter and name; `param_groups`: options, `params` as names.
-    """
+    """Return the optimizer's state for the whole model, with parameters' names as keys. Every device must call it."""
     if not isinstance(model, Distributed):
         raise not_distributed("full_optimizer_state", model)
     names: dict[Tensor, str] = {parameter: key for key, parameter in model.named_parameters()}
@@ -60,13 +56,8 @@ def full_optimizer_state(model: Distributed, optimizer: Optimizer) -> dict[str, 
 
 
 def described(name: str, value: Any, parameter: Tensor) -> dict[str, Any]:
-    """Describe one entry of a parameter's optimizer state in JSON. The device must hold a shard of the parameter.
-
-    Returns:
-        {"kind": "tensor", "dtype"} for a tensor with the parameter's shape and layout;
-        {"kind": "number", "value", "dtype", "near"} for another tensor; near: it is on the parameter's device;
-        {"kind": "plain", "value"} for None and other numbers and strings.
-    """
+    """Describe one entry of a parameter's optimizer state in JSON: a "tensor" like the parameter, another tensor (a "number",
+    "near" if it is on the parameter's device), or a "plain" value. The device must hold a shard of the parameter."""
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         if value.shape == parameter.shape and name != "step":
@@ -91,13 +82,9 @@ def number_of(row: Mapping[str, Any], parameter: Tensor) -> Any:
 class WeightAverage:
     """An exponential moving average of weights: after every step, average = decay * average + (1 - decay) * weight.
 
-    It computes the same numbers as torch's `AveragedModel`. The optimizer's state of each parameter contains the average, so
-    the average moves with it: to other devices at a reshard, into `convoy.train.full_optimizer_state`, into checkpoints and
-    back. The average of a parameter starts with its weights after its first step.
-
-    Like torch's default, it averages no buffers: batch norm keeps the statistics of the trained weights. For statistics of the
-    averages, call `torch.optim.swa_utils.update_bn`, or use `AveragedModel(model, use_buffers=True)` between reshards. Both
-    are exact under every plan.
+    It computes the numbers of torch's `AveragedModel`, but the average is part of the optimizer's state, so it moves with that
+    at a reshard and into checkpoints. The average of a parameter starts with its weights after its first step. Buffers are not
+    averaged, as by default in torch: for batch norm statistics of the averages, call `torch.optim.swa_utils.update_bn`.
 
     ::
 

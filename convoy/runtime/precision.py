@@ -4,7 +4,7 @@ Each layer rounds its inputs and weights before it computes, and returns outputs
 optimizer state, gradients, their sums and messages are float32 under every plan. torch.autocast rounds the same tensors.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from convoy.comm.control_messages import difference, gather, share_number
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError, unknown_name
-from convoy.machine.accelerator import accelerator
 from convoy.model.graph import Graph
 from convoy.runtime.kernels import widened
 from convoy.runtime.module import Distributed
@@ -23,14 +22,6 @@ from convoy.runtime.shards import SCALED, accept_gradients, check_gradients, che
 
 PRECISIONS: Mapping[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes of layers; None: the model's own."""
-
-
-def check_kinds(precision: str, devices: Sequence[str]) -> None:
-    """Raise InputError if the devices of the command line cannot use a precision."""
-    dtype_named(precision)
-    on_cpu = [name for name in devices if name.startswith("cpu") or (name == "auto" and accelerator() is None)]
-    if precision == "fp16" and on_cpu:
-        raise InputError("--precision fp16 on a CPU, where it is not faster: use bf16, or GPUs only")
 
 
 def compute_in(model: Distributed, precision: str) -> None:
@@ -53,8 +44,7 @@ def agree_on_precision(group: Group, graph: Graph, precision: str) -> None:
     processors = [str(d) for d, row in enumerate(rows) if row[1] == "cpu"]
     if dtype is torch.float16 and processors:
         raise InputError(
-            f"precision fp16, but device {', '.join(processors)} is a CPU, where fp16 is not faster: use bf16, or GPUs "
-            "only"
+            f"precision fp16, but device {', '.join(processors)} is a CPU, where it is not faster: use bf16"
         )
     for layer in graph.weighted if dtype is not None else ():
         if layer.dtype != "float32":

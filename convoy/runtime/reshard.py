@@ -86,7 +86,7 @@ def _move(model: Distributed, moved: Moved, optimizers: tuple[Optimizer, ...]) -
             shard = torch.zeros(own, dtype=dtype, device=model.group.torch_device)
         return StartedMove(model.group, schedule(src, dst, shape), shard, src, dst, shape)
 
-    weights = {key: start(key, tensor := model.weights.held(key), tensor.dtype) for key in moved}
+    weights = {key: start(key, tensor := model.weights.own(key).detach(), tensor.dtype) for key in moved}
     gradients = {key: start(key, p.grad, p.dtype) for key, p in parameters.items() if key in with_gradient}
     states: dict[tuple[int, str], dict[str, Any]] = {}
     for i, optimizer in enumerate(optimizers):

@@ -2,6 +2,7 @@
 steps, changed gradients, saved states. Uses torch's official hooks only."""
 
 import functools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,7 +17,7 @@ from convoy.errors import InputError
 
 SHARD, ORIGINAL, UNSUMMED = "_convoy_shard", "_convoy_original", "_convoy_unsummed"
 """Names of the marks: a distributed model's local shard or copy; a parameter of the model before it was distributed; a
-gradient not yet summed over the devices."""
+`.grad` that is not yet summed over the devices, but only over this device's micro-batches."""
 
 SCALED = "_convoy_scaled"
 """Mark of a shard whose gradient was computed in fp16, so that `convoy.train.GradScaler` must unscale it."""
@@ -26,11 +27,6 @@ _reading: ContextVar[bool] = ContextVar("reading", default=False)
 
 def is_shard(parameter: object) -> bool:
     return getattr(parameter, SHARD, False)
-
-
-def mark_unsummed(parameter: nn.Parameter, unsummed: bool) -> None:
-    """Mark whether `.grad` is the sum of this device's micro-batches only, not yet summed over the devices."""
-    setattr(parameter, UNSUMMED, unsummed)
 
 
 def is_unsummed(parameter: object) -> bool:
@@ -243,10 +239,13 @@ class OwnGradients:
         self.task, self.several = task, False
         self._versions = {g.data_ptr(): g._version for g in gradients}
         self._parameters, self._others = parameters, 0
-        self._before, self._arrived = [*map(_state_of, parameters)], 0
+        self._before, self._arrived = self._states(), 0
         self._hooks = {0: self._compare}
         for p in parameters:
             p._backward_hooks = self._hooks  # type: ignore[assignment]
+
+    def _states(self) -> list[tuple[int, int]]:
+        return [(id(p.grad), 0 if p.grad is None else p.grad._version) for p in self._parameters]
 
     def _compare(self, gradient: Tensor | None) -> None:
         self._arrived += gradient is not None
@@ -262,13 +261,13 @@ class OwnGradients:
 
     def check(self) -> None:
         """End the comparison. Raise InputError if the loss used parameters directly, or gradients did not reach `.grad`."""
-        added = sum(_state_of(p) != before for p, before in zip(self._parameters, self._before, strict=False))
+        added = sum(map(operator.ne, self._states(), self._before))
         self.end()
         if self._arrived > added:
             raise InputError(
-                f"torch.autograd.grad of {self._arrived - added} parameters that not every device has whole: norms and dot "
-                "products of their gradients would be those of local shards. Use a plan that copies parameters ('data', "
-                "'data-by-speed'), or backward() and .grad"
+                f"torch.autograd.grad of {self._arrived - added} parameters that not every device has whole, or whose "
+                "gradients are not yet summed (no_sync): norms and dot products would be local. Use a plan that copies them "
+                "('data', 'data-by-speed'), or backward() and .grad"
             )
         if self._others and not self.several:
             raise InputError(
@@ -276,11 +275,6 @@ class OwnGradients:
                 "gradients are not summed yet, so the loss would differ from that of one device. Use the optimizer's "
                 "weight_decay; or use a plan that copies parameters ('data') and compute this loss outside no_sync()"
             )
-
-
-def _state_of(parameter: nn.Parameter) -> tuple[int, int] | None:
-    """Return a value that changes when autograd adds to `.grad`."""
-    return None if parameter.grad is None else (parameter.grad.data_ptr(), parameter.grad._version)
 
 
 # --- weights of shards -------------------------------------------------------------------------------------------------

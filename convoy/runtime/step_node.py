@@ -70,12 +70,12 @@ class Accumulation:
                         "backward in no_sync() after one outside, whose gradients are summed already: run a step's last "
                         "micro-batch outside, and zero_grad() before the next step"
                     )
-                shards.mark_unsummed(parameter, True)
+                setattr(parameter, shards.UNSUMMED, True)
         left: Found = {}
         for key, parameter in parameters.items():
             if shards.is_unsummed(parameter):
                 left[key], parameter.grad = parameter.grad, None
-                shards.mark_unsummed(parameter, not sums)
+                setattr(parameter, shards.UNSUMMED, not sums)
         return left
 
     def compare(self, gradients: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> None:
@@ -86,7 +86,7 @@ class Accumulation:
             return
         self._own.end()
         self._own = shards.OwnGradients(task, gradients, parameters)
-        _at_end(self._own.check)
+        at_end(self._own.check)
 
 
 @dataclass(slots=True)
@@ -132,17 +132,14 @@ class _Parameters(torch.autograd.Function):
         sums = call.program.steps.sums
         # Without a gradient, autograd would call hooks with None here; on one device it does not call them.
         # All hooks wait for the micro-batch that sums.
-        held = _take_hooks(p for p, g in rows if g is None or not sums)
-        if held:
-            _at_end(partial(_give_back, held))
-        if not sums or call.left:
+        at_end(partial(_give_back, _take_hooks(p for p, g in rows if g is None or not sums)))
+        if any(g is not None for g in call.left.values()):
             # A post-accumulate hook may have used and cleared a gradient.
             given = [p for p, g in rows if g is not None and not p._post_accumulate_grad_hooks]
-            taken = any(g is not None for g in call.left.values())
-            _at_end(partial(_check_added, given, to_each=taken))
+            at_end(partial(_check_added, given))
         if partial_ones := [p for p, _ in rows if shards.is_shard(p) or shards.is_unsummed(p)]:
             call.accumulation.compare([g for _, g in rows if g is not None], partial_ones)
-            _at_end(partial(shards.accept_gradients, partial_ones))
+            at_end(partial(shards.accept_gradients, partial_ones))
             for p in partial_ones:
                 setattr(p, shards.SCALED, call.precision is torch.float16)
         call.left = {}
@@ -200,7 +197,7 @@ class _Step(torch.autograd.Function):
         return None, weights, *(g if g is not None else e for g, e in zip(inputs or ctx.empty, ctx.empty, strict=True))
 
 
-_at_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+at_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 """Run a function when autograd has finished the current backward."""
 
 
@@ -219,10 +216,9 @@ def _give_back(held: _Held) -> None:
         setattr(p, kind, hooks)
 
 
-def _check_added(given: Sequence[nn.Parameter], *, to_each: bool) -> None:
+def _check_added(given: Sequence[nn.Parameter]) -> None:
     """Raise InputError if autograd did not set `.grad` of these parameters: unsummed gradients would be lost."""
-    added = [p.grad is not None for p in given]
-    if added and not (all(added) if to_each else any(added)):
+    if any(p.grad is None for p in given):
         raise InputError(
             "torch.autograd.grad, or backward(inputs=...), of parameters whose gradients are not yet summed, because "
             "micro-batches ran in no_sync(): leave no_sync() out"

@@ -4,7 +4,7 @@ import ctypes
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -19,62 +19,60 @@ from convoy.errors import InputError
 from convoy.layout.layout import Layout, OnOne, Replicated, Shape, Split, box, everywhere, holders, local_shape
 from convoy.model.graph import Graph, Parameter
 from convoy.model.tracing import TracedModel
-from convoy.model.tracing.copies import copied
+from convoy.model.tracing.copies import carry_over, copied
 from convoy.model.tracing.layer_builder import canonical_keys
 from convoy.plan.device_program import FreeWeights, PackWeights, UnpackWeights
 from convoy.plan.placing import borrowed, parameter_layouts, pin
 from convoy.plan.plan import Plan
 from convoy.runtime import shards
-from convoy.runtime.exchange import Buffers, redistribute
-from convoy.runtime.gradients import by_device
-from convoy.runtime.model_checks import carry_over
+from convoy.runtime.exchange import Buffers, Slots, redistribute
+from convoy.runtime.gradients import Worker, by_device
 
 # --- layouts -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class PlanInUse:
-    """A plan, and the layouts of parameters and buffers that it implies, by their key in `state_dict`.
+    """A plan for one graph, and the layouts of parameters and buffers, by their key in `state_dict`.
 
     Attributes:
-        plans: the plan to lower, by mode (True: training).
-        borrowed: parameters that evaluation needs on other devices than training, and their layout there.
-        half_trained: a borrowed parameter that requires a gradient: backward in evaluation mode would be wrong.
+        borrowed: parameters that this graph needs on other devices than the training graph, and their layout there.
         whole: for each parameter and buffer, whether every device holds all of it.
     """
 
-    devices: int
     plan: Plan
-    plans: Mapping[bool, Plan]
     layouts: Mapping[str, Layout]
-    borrowed: Mapping[str, Layout]
-    half_trained: str | None
     whole: Mapping[str, bool]
+    borrowed: Mapping[str, Layout] = field(default_factory=dict)
+
+    def to(self, traced: TracedModel, trained: Graph) -> "PlanInUse":
+        """Return the plan for another trace, also of a submodule. Strategies, shares and layouts are those of `trained`."""
+        pinned = pin(self.plan, trained, traced.graph)
+        if traced.path:
+            pinned = replace(pinned, outputs="everywhere")
+        return replace(self, plan=pinned, borrowed=borrowed(pinned, self.plan, trained, traced.graph))
+
+    def lent_whole(self, graph: Graph) -> dict[str, Layout]:
+        """Return the sharded parameters that are in no layer of a graph, and a layout with all of each on every device."""
+        read = {p.key for layer in graph.layers.values() for p in layer.parameters.values()}
+        return {
+            key: everywhere(self.plan.devices) for key, whole in self.whole.items() if not whole and key not in read
+        }
 
     def counts(self, key: str, device: int) -> bool:
         """Return whether this device adds a parameter to a norm: it has a shard, or is the first with a copy."""
-        layout = self.layouts[key]
-        return isinstance(layout, Split) or holders(layout)[0] == device
+        return isinstance(self.layouts[key], Split) or holders(self.layouts[key])[0] == device
 
 
 def plan_in_use(
     plan: Plan, trained: Graph, evaluated: Graph, known: Mapping[str, Parameter], devices: int
 ) -> PlanInUse:
     """Derive the layouts of a plan. Parameters and buffers that no layer reads are replicated."""
-    pinned = pin(plan, trained, evaluated)
-    lent = borrowed(pinned, plan, trained, evaluated)
     # Training decides; evaluation adds the layouts of layers that only it has.
     layouts: dict[str, Layout] = {key: everywhere(devices) for key in known}
-    layouts |= parameter_layouts(pinned, evaluated) | parameter_layouts(plan, trained)
-    return PlanInUse(
-        devices,
-        plan,
-        {True: plan, False: pinned},
-        layouts,
-        lent,
-        next((key for key in lent if known[key].trainable), None),
-        {k: isinstance(how, Replicated) and len(how.devices) == devices for k, how in layouts.items()},
-    )
+    layouts |= parameter_layouts(pin(plan, trained, evaluated), evaluated) | parameter_layouts(plan, trained)
+    whole = {k: isinstance(how, Replicated) and len(how.devices) == devices for k, how in layouts.items()}
+    return PlanInUse(plan, layouts, whole)
 
 
 # --- the local shards --------------------------------------------------------------------------------------------------
@@ -94,9 +92,6 @@ class Weights:
     def own(self, key: str) -> Tensor:
         """Return the local shard, the module's own tensor object."""
         return attrgetter(key)(self.module)  # type: ignore[no-any-return]
-
-    def held(self, key: str) -> Tensor:
-        return self.own(key).detach()
 
     def check_loaded(self) -> None:
         if self.to_come:
@@ -154,12 +149,10 @@ class Weights:
         unexpected = [key for key in state_dict if key not in known]
         nothing = bool(known) and len(missing) == len(known)
         if nothing or (strict and (missing or unexpected)):
-            hint = (
-                "use the model's ordinary keys, without 'module.'"
-                if all(k.startswith("module.") for k in unexpected) and unexpected
-                else "give all of them, or strict=False"
+            raise InputError(
+                f"load_state_dict: keys {missing} are missing, {unexpected} are unknown: give all of the model's ordinary "
+                "keys (without 'module.'), or strict=False"
             )
-            raise InputError(f"load_state_dict: keys {missing} are missing, {unexpected} are unknown: {hint}")
         for key in filter(state_dict.__contains__, known):
             holder, _, name = key.rpartition(".")
             if tied.get(key, key) in self.known:
@@ -182,7 +175,7 @@ class Weights:
             )
         here = box(self.in_use.layouts[parameter], self.group.device, shape)
         if here is not None:
-            self.held(parameter).copy_(whole.detach()[tuple(slice(*span) for span in here)])
+            self.own(parameter).detach().copy_(whole.detach()[tuple(slice(*span) for span in here)])
         self.to_come.discard(parameter)
 
     def put(self, key: str, shard: Tensor) -> None:
@@ -207,17 +200,33 @@ class Weights:
         self.check_loaded()
         # Fail here if only one device calls this: it might need no message, and the others would fail later.
         self.group.agree("full_state_dict", "")
-        whole = {key: self.gather(key, self.held(key)) for key in self.known}
+        whole = {key: self.gather(key, self.own(key).detach()) for key in self.known}
         # Hooks on state_dict, and the model's own state_dict, expect whole tensors.
         with self._replaced(whole), shards.reading_shards():
             return dict(self.module.state_dict())
 
+    def whole_copy(self, guard: shards.CallGuard, *, values: bool) -> nn.Module:
+        """Return a copy with whole parameters (on meta unless `values`), without this guard. Every device must call it."""
+        memo: dict[int, Any] = {id(guard): guard}
+        for key, parameter in self.known.items():
+            own = self.own(key)
+            meta = torch.empty(parameter.shape, dtype=own.dtype, device="meta")
+            memo[id(own)] = whole = self.gather(key, own.detach()) if values else meta
+            if not parameter.buffer:
+                memo[id(own)] = nn.Parameter(whole, own.requires_grad)
+                carry_over(memo[id(own)], own)
+        made = copied(self.module, memo)
+        for hooks in [m._forward_pre_hooks for m in made.modules()]:
+            for number in [number for number, hook in hooks.items() if hook is guard]:
+                del hooks[number]
+        return made
+
     @contextmanager
-    def borrowing(self) -> Iterator[None]:
-        """Move borrowed parameters to the devices that evaluate with them, inside the block."""
+    def borrowing(self, others: Mapping[str, Layout]) -> Iterator[None]:
+        """Move parameters to the devices that compute with them in evaluation, inside the block. `others`: their layouts."""
         layouts, brought = self.in_use.layouts, {}
-        for key, wanted in self.in_use.borrowed.items():
-            brought[key] = redistribute(self.group, self.held(key), layouts[key], wanted, self.known[key].shape)
+        for key, wanted in others.items():
+            brought[key] = redistribute(self.group, self.own(key).detach(), layouts[key], wanted, self.known[key].shape)
         with self._replaced(brought):
             yield
 
@@ -254,9 +263,13 @@ _library = functools.cache(ctypes.CDLL)
 
 
 class GatheredParameters:
-    """Memory for whole parameters, filled from the shards of all devices. During a step they are the model's parameters."""
+    """Memory for whole parameters, filled from the shards of all devices. During a step they are the model's parameters.
+
+    All executors of a model share it, with receive buffers (`slots`) and the thread (`worker`) for gradient sums.
+    """
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, Shape], calls: shards.CallGuard) -> None:
+        self.slots, self.worker = Slots(), Worker("convoy-sums")
         self._model, self._shapes, self._calls = model, shapes, calls
         self._whole: dict[str, nn.Parameter] = {}
         self._shards: dict[str, nn.Parameter] = {}  # replaced in the model by whole parameters
@@ -268,6 +281,7 @@ class GatheredParameters:
         for key, shard in self._shards.items():
             if key not in self._whole:
                 self._whole[key] = nn.Parameter(shard.detach().new_empty(self._shapes[key]), shard.requires_grad)
+            self._whole[key].requires_grad_(shard.requires_grad)
         self._calls.working += 1
         try:
             self._put({key: self._whole[key] for key in self._shards})

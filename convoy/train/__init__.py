@@ -1,7 +1,4 @@
-"""Tools for training loops: loader, clipping, weight averages, mixed precision, rebalancing, observers.
-
-`Members`, for lost, leaving and joining devices, is in `convoy.elastic`.
-"""
+"""Tools for training loops: loader, clipping, weight averages, mixed precision, rebalancing, observers, `Members`."""
 
 from convoy.elastic.members import LeftError, Members, StoppedError
 from convoy.runtime.optimizer import WeightAverage, clip_grad_norm_, full_optimizer_state

@@ -1,6 +1,7 @@
 """Adapts an optimizer and a DataLoader that were made for one device to a distributed model."""
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -17,14 +18,15 @@ from convoy.checkpoint.tensors import ModelShards
 from convoy.comm.control_messages import agree_on, from_first
 from convoy.errors import InputError
 from convoy.machine.accelerator import bring, random_state_kept
+from convoy.model.graph import Layer
 from convoy.model.nested import Arguments, Example, map_tensors, tensors_of
+from convoy.model.tracing import check_parameters, trace, unwrapped
+from convoy.runtime.model_checks import ModelChecks, hook_tables
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described
-from convoy.runtime.shards import check_not_distributed, guard_state
+from convoy.runtime.shards import ELEMENTWISE, check_not_distributed, guard_state
 from convoy.train.loader import SHARED_MEMORY, Loader, end_workers
 from convoy.train.random_states import generators_in, read_states, set_states
-
-# --- the optimizer ---------------------------------------------------------------------------------------------------
 
 
 def state_rows(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Mapping[str, Mapping[str, Any]]:
@@ -57,8 +59,7 @@ def rebind(
     optimizers differ in settings, or in parameters of other modules.
 
     Args:
-        names: the model's parameters as they were before it was distributed.
-        before: from `state_rows`.
+        names, before: the model's parameters as they were before it was distributed, and their `state_rows`.
     """
     guard_state(optimizer)
     parts, shards = ModelShards.of(part), dict(part.named_parameters())
@@ -83,9 +84,6 @@ def rebind(
         optimizer.state.pop(parameter, None)
         if name in state:
             optimizer.state[shards[name]] = state[name]
-
-
-# --- the loader ------------------------------------------------------------------------------------------------------
 
 
 class AdoptedLoader(Loader):
@@ -227,6 +225,7 @@ def check_prepared(model: object, optimizer: object, loader: Any, more: Sequence
     """Raise InputError for arguments that `prepare` cannot take over."""
     if isinstance(model, nn.Module):
         check_not_distributed(model)
+        check_parameters(unwrapped(model))
     for name, given, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer | None)):
         if not isinstance(given, kind):
             raise InputError(
@@ -235,6 +234,41 @@ def check_prepared(model: object, optimizer: object, loader: Any, more: Sequence
     is_dataset = not isinstance(loader, DataLoader) and hasattr(loader, "__getitem__")
     for each in more if is_dataset else (loader, *more):
         check_loader(each)
+
+
+def check(model: nn.Module, optimizer: Any, loaders: Sequence[Any], batch_size: int | None, call: Any) -> None:
+    """Raise InputError for arguments that `prepare` cannot take over. Under `convoy run --check`, print all and exit."""
+    if not os.environ.get("CONVOY_CHECK"):
+        return check_prepared(model, optimizer, loaders[0], loaders[1:])
+    refused: list[str] = []
+
+    def tried(work: Callable[..., Any], *given: Any) -> Any:
+        try:
+            return work(*given)
+        except InputError as error:
+            refused.append(f"refused: {error}")
+
+    def layers() -> list[Layer]:
+        inner = unwrapped(model)
+        traced = trace(inner, example_of(first_batch(in_batches(loaders[0], batch_size)), inner, call))
+        checks = ModelChecks(inner)
+        tried(checks.check, hook_tables(inner, traced, 2), dict.fromkeys(checks.held, True))
+        return [*traced.graph.layers.values()]
+
+    tried(check_prepared, model, optimizer, loaders[0], ())
+    found = [] if refused else tried(layers) or []
+    for each in loaders[1:]:
+        tried(check_loader, each)
+    if isinstance(optimizer, Optimizer) and isinstance(model, nn.Module):
+        tried(state_rows, optimizer, {p: name for name, p in unwrapped(model).named_parameters()})
+    flop = sum(layer.flop for layer in found) or 1
+    whole = [each for each in found if each.kind == "opaque" and not each.per_sample]
+    lines = [f"not split: {each.flop / flop:.0%} of the arithmetic, {each.name!r}: {each.reason}" for each in whole]
+    if isinstance(optimizer, Optimizer) and type(optimizer) not in ELEMENTWISE:
+        lines.append(f"{type(optimizer).__name__}: only with plans that copy parameters ('data', 'data-by-speed')")
+    lines.append(f"checked prepare: {len(refused)} refused, {len(whole)} layers not split")
+    print("\n".join(refused + lines), flush=True)
+    raise SystemExit(bool(refused))
 
 
 def in_batches(loader: DataLoader[Any] | Dataset[Any], batch_size: int | None) -> DataLoader[Any]:
@@ -287,24 +321,19 @@ def batch_size_of(source: DataLoader[Any]) -> int:
 
 
 def first_batch(source: DataLoader[Any]) -> Any:
-    """Return a batch of zeros like those of a loader. A worker process loads it, because the data set may count its calls."""
+    """Return a batch of two samples of a loader. A worker process loads it, because the data set may count its calls."""
     rows = [i % len(source.dataset) for i in range(2)]  # type: ignore[arg-type]
-
-    def form(loaded: Any) -> Any:
-        return map_tensors(source.collate_fn(loaded), lambda t: t.detach().new_zeros(()).expand(t.shape))
-
-    options: Any = {"num_workers": 1, "multiprocessing_context": "fork", "timeout": 20.0}
-    if type(source.dataset) is TensorDataset and source.collate_fn is default_collate:
-        options = {}
-    once = DataLoader(source.dataset, 2, sampler=rows, collate_fn=form, generator=torch.Generator(), **options)
+    plain = type(source.dataset) is TensorDataset and source.collate_fn is default_collate
+    how: Any = {} if plain else {"num_workers": 1, "multiprocessing_context": "fork", "timeout": 20.0}
+    once = DataLoader(source.dataset, 2, sampler=rows, collate_fn=source.collate_fn, generator=torch.Generator(), **how)
     try:
         batch = next(iter(once))
     except Exception:  # such as images on a GPU, which a worker cannot read
         generators, cpu = generators_in(source), torch.device("cpu")
         states = read_states(generators, cpu)
-        batch = form([source.dataset[i] for i in rows])
+        batch = source.collate_fn([source.dataset[i] for i in rows])
         set_states(states, generators, cpu)
-    return map_tensors(batch, lambda t: torch.zeros(t.shape, dtype=t.dtype))
+    return map_tensors(batch, lambda t: t.detach().cpu().clone())
 
 
 def example_of(batch: Any, model: nn.Module, call: Callable[[Any, Any], object] | None) -> Example:
@@ -312,12 +341,16 @@ def example_of(batch: Any, model: nn.Module, call: Callable[[Any, Any], object] 
 
     Args:
         call: calls the model, its first argument, as the loop does. None: of a dict that has the names of forward's required
-            parameters, the model gets these; of any other batch its first tensors, as many as forward requires.
+            parameters, the model gets these; of a list of images all parts, of others as many tensors as forward requires.
     """
     if call is not None:
         given: list[Arguments] = []
-        with random_state_kept(torch.device("cpu")):
-            call(lambda *args, **kwargs: given.append(Arguments(args, kwargs)), batch)
+        try:
+            with random_state_kept(torch.device("cpu")):
+                call(lambda *args, **kwargs: given.append(Arguments(args, kwargs)), batch)
+        except Exception:  # such as an item of the model's result, which is None here
+            if not given:
+                raise
         if not given:
             raise InputError("call= of prepare does not call its first argument, the model: call it as the loop does")
         return given[0]
@@ -326,10 +359,12 @@ def example_of(batch: Any, model: nn.Module, call: Callable[[Any, Any], object] 
     if isinstance(batch, Mapping) and names and all(name in batch for name in names):
         return {name: batch[name] for name in names}
     tensors = tensors_of(batch)[: len(names) or 1]
+    listed = len(names) < 2 and type(batch) in (tuple, list) and type(batch[0]) in (tuple, list)
+    if listed and tensors and tensors[0].shape[:1] != (2,):  # a list of images, not one batch of two samples
+        return tuple(batch[: len(parameters)])
     if len(tensors) < (len(names) or 1):
         raise InputError(
             f"the model takes {', '.join(names) or 'a tensor'}, and the data set's batches are {type(batch).__name__}s with "
-            f"{len(tensors)} tensors: say how the loop calls the model, e.g. prepare(..., call=lambda model, batch: "
-            'model(batch["image"]))'
+            f"{len(tensors)} tensors: say how the loop calls it, e.g. prepare(..., call=lambda model, batch: model(batch[0]))"
         )
-    return tuple(tensors)
+    return dict(zip(names, tensors, strict=True)) if names else tuple(tensors)

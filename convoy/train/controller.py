@@ -27,23 +27,11 @@ class Rebalancer:
     After every `every` steps each device sends its step times, eight bytes per layer and step, during the next step. Then all
     devices make the same decision. A step with another batch size than the plan's (the last of an epoch) is ignored.
 
-    ::
-
-        rebalancer = convoy.Rebalancer(model, optimizer)
-        for x, y in loader:
-            ...
-            optimizer.step()
-            rebalancer.step(len(y))
-
     Args:
         optimizers: all that work on the model's parameters.
         tell: called with the number of the step, from 0, and the decision: a change, or the end of autotuning.
         every: steps between two exchanges.
         others: further plans to try, as from `make_plans`; the same on every device.
-
-    Raises:
-        InputError: `every` below 1.
-        PlanError: one of the others is for another model or another number of devices.
     """
 
     def __init__(

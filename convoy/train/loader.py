@@ -93,7 +93,6 @@ class Loader:
             )
 
     def __len__(self) -> int:
-        """Batches in one epoch."""
         whole, rest = divmod(self.samples, self.batch_size)
         return whole if self.drop_last or not rest else whole + 1
 
@@ -210,7 +209,7 @@ class Loader:
         """Return checksums to compare data sets: sum and absolute sum of the inputs and the labels of some samples."""
         indices = [*range(0, self.samples, -(-self.samples // COMPARED_SAMPLES))]
         rows = _Rows([indices], [((0, len(indices)),) * 2], [0])
-        loaded = _LocalBatches(self.dataset, rows, torch.empty(0), None, "compared")[0]
+        loaded = _LocalBatches(self.dataset, rows, None, "compared")[0]
         if isinstance(loaded, ConvoyError):
             raise loaded
         tensors = [each.detach().double() for pair in zip(*loaded, strict=True) for each in pair]
@@ -226,12 +225,8 @@ class Loader:
         """Load these batches ahead. `position` counts the samples of the epoch before them."""
         ranges = [(self._part(len(batch)), self._labelled(len(batch))) for batch in batches]
         augment = None if self.augment is None else partial(self.augment, seed=self.seed, epoch=epoch)
-        empty = torch.empty(0)
-        if self.model is not None:
-            layer = self.model.traced[True].graph.inputs[0]
-            empty = torch.empty((0, *layer.shape), dtype=getattr(torch, layer.dtype))
         rows = _Rows(batches, ranges, list(accumulate(map(len, batches), initial=position)))
-        parts = _LocalBatches(self.dataset, rows, empty, augment, key)
+        parts = _LocalBatches(self.dataset, rows, augment, key)
         # Labels in memory need no worker.
         workers = self.workers if parts.labels is None or any(start < stop for (start, stop), _ in ranges) else 0
         # A separate generator, because the seeds of workers must not change dropout's random numbers.
@@ -242,7 +237,7 @@ class Loader:
 
     def _part(self, batch: int) -> tuple[int, int]:
         """Return the range of a batch's samples that this device loads."""
-        if self.model is None:
+        if self.model is None or self.model.is_live:
             return (0, batch)
         layouts = self.model.input_layouts(batch)
         if len(layouts) != 1:
@@ -271,11 +266,10 @@ class _LocalBatches(Dataset[Any]):
         self,
         dataset: Dataset[Any],
         rows: _Rows,
-        empty: Tensor,
         augment: Callable[[Tensor, Sequence[int]], Tensor] | None,
         key: str,
     ) -> None:
-        self.dataset, self.rows, self.empty, self.augment, self.key = dataset, rows, empty, augment, key
+        self.dataset, self.rows, self.augment, self.key = dataset, rows, augment, key
         # Images in memory draw no random numbers, and saving and restoring the generators takes longer than loading.
         self.draws = type(dataset) is not Images or augment is not None
         # Only Convoy's own classes are known to return `targets` as labels: a subclass or a wrapper may relabel.
@@ -305,14 +299,14 @@ class _LocalBatches(Dataset[Any]):
     def _load(self, k: int, here: tuple[int, int], labelled: tuple[int, int]) -> tuple[Tensor, Tensor]:
         (start, stop), (first, last), indices = here, labelled, self.rows.indices[k]
         if self.labels is None:
-            # If there are none, the first sample shows the shape of a label.
+            # If there are none, the first sample shows the shapes.
             filled = [row for row in (here, labelled) if row[0] < row[1]] or [(0, 1)]
             low, high = min(low for low, _ in filled), max(high for _, high in filled)
             x, y = self._fetch(k, low, high)
             x, y = x[start - low : stop - low], y[first - low : last - low]
         else:
             y = self.labels[indices[first:last]]
-            x = self._fetch(k, start, stop)[0] if start < stop else self.empty
+            x = self._fetch(k, *(here if start < stop else (0, 1)))[0][: stop - start]
         return (x if self.augment is None else self.augment(x, indices[start:stop])), y
 
     def _fetch(self, k: int, low: int, high: int) -> tuple[Tensor, Tensor]:

@@ -177,7 +177,6 @@ class Training:
             return accuracy(self.model, loader)
 
     def lateness(self) -> int:
-        """Return how many steps late losses are read. Every device calls it and gets the same number."""
         group = self.model.group if isinstance(self.model, Distributed) else None
         return lateness(next(self.model.parameters()).device if group is None else group.torch_device, group)
 
@@ -277,7 +276,6 @@ class _Loop:
             self.rebalancer.restart()
 
     def reload(self) -> tuple[int, list[int]]:
-        """Load the last checkpoint. Return its step and its position in the data."""
         assert self.checkpointer is not None
         found = self.checkpointer.reload()
         return found.step, [found.step, found.epoch, found.batch]

@@ -6,12 +6,11 @@ samples, labels that are not ignored, or their weights.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.comm.control_messages import agree_on, share_tensor
@@ -35,18 +34,6 @@ _OF_SAMPLES = (
 _OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 """Criteria whose mean is over the labels that are not ignored, weighted by class."""
 
-_FUNCTIONS: Mapping[Any, type[nn.Module]] = {
-    F.l1_loss: nn.L1Loss, F.mse_loss: nn.MSELoss, F.smooth_l1_loss: nn.SmoothL1Loss, F.huber_loss: nn.HuberLoss,
-    F.binary_cross_entropy: nn.BCELoss, F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
-    F.poisson_nll_loss: nn.PoissonNLLLoss, F.soft_margin_loss: nn.SoftMarginLoss, F.kl_div: nn.KLDivLoss,
-    F.hinge_embedding_loss: nn.HingeEmbeddingLoss, F.margin_ranking_loss: nn.MarginRankingLoss,
-    F.gaussian_nll_loss: nn.GaussianNLLLoss, F.multi_margin_loss: nn.MultiMarginLoss,
-    F.multilabel_margin_loss: nn.MultiLabelMarginLoss, F.multilabel_soft_margin_loss: nn.MultiLabelSoftMarginLoss,
-    F.cosine_embedding_loss: nn.CosineEmbeddingLoss, F.triplet_margin_loss: nn.TripletMarginLoss,
-    F.triplet_margin_with_distance_loss: nn.TripletMarginWithDistanceLoss, F.cross_entropy: nn.CrossEntropyLoss,
-    F.nll_loss: nn.NLLLoss,
-}  # fmt: skip
-
 _KNOWN = (*_ALIKE, *_OF_SAMPLES, *_OF_CLASSES)
 
 _OWN = (
@@ -54,8 +41,8 @@ _OWN = (
 )
 
 
-def loss(criterion: Callable[..., Any], *, reduction: str | None = None, **settings: Any) -> "Loss":
-    """Return a criterion over the global batch, for outputs that every device has or that stay where they are computed.
+class Loss:
+    """A criterion over the global batch, for outputs that every device has or that stay where they are computed.
 
     ::
 
@@ -66,29 +53,14 @@ def loss(criterion: Callable[..., Any], *, reduction: str | None = None, **setti
     of this device's samples, as the loader returns them.
 
     Args:
-        criterion: one of torch's modules or functions; or, with `reduction`, your own function that returns a tensor with the
-            samples as its first axis; each entry must depend only on its own sample.
+        criterion: one of torch's modules; or, with `reduction`, your own function that returns a tensor with the samples as its
+            first axis; each entry must depend only on its own sample.
         reduction: "mean" (over all entries that the function returns) or "sum". torch's modules use their own.
-        settings: for a function of torch: `convoy.loss(F.cross_entropy, label_smoothing=0.1)`.
 
     Raises:
         InputError: the criterion cannot be summed over devices; when called: the arguments are invalid.
         MismatchError: when called: the devices have different criteria.
     """
-
-    if not isinstance(criterion, nn.Module) and criterion in _FUNCTIONS:
-        given = settings if reduction is None else settings | {"reduction": reduction}
-        return Loss(_FUNCTIONS[criterion](**given))
-    if settings:
-        raise InputError(
-            f"settings ({', '.join(settings)}) with {_name(criterion)}: they are for functions of torch.nn.functional; set "
-            "them where the criterion is made"
-        )
-    return Loss(criterion, reduction)
-
-
-class Loss:
-    """A criterion over the global batch, returned by :func:`convoy.loss`."""
 
     def __init__(self, criterion: Callable[..., Any], reduction: str | None = None) -> None:
         self.criterion, self._is_of_torch = criterion, type(criterion) in _KNOWN
@@ -178,7 +150,9 @@ def _reduction(criterion: Callable[..., Any], wanted: str | None) -> str:
     """Return "mean" or "sum". InputError for anything else."""
     known = type(criterion) in _KNOWN
     if not known and wanted is None:
-        raise InputError(f"convoy.loss does not know how parts of {_name(criterion)} add up over devices: give {_OWN}")
+        raise InputError(
+            f"convoy.loss does not know how parts of {_name(criterion)} add up: give a module of torch.nn, or {_OWN}"
+        )
     if known and wanted is not None:
         raise InputError(
             f"reduction={wanted!r} with {_name(criterion)}, which has its own: leave it out, and set it there"
@@ -225,3 +199,6 @@ def _check_alike(criterion: Callable[..., Any], rows: list[Any]) -> None:
 
 def _name(criterion: object) -> str:
     return getattr(criterion, "__name__", type(criterion).__name__)
+
+
+loss = Loss

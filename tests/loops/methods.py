@@ -97,9 +97,8 @@ class Video(nn.Module):
 
 def video_with_focal_loss(prepare: Prepare, optimizer: Make) -> Iterator[Any]:
     net = Video()
-    loader = batches(3, 3, 8, 8)
     net, steps, loader = prepare(
-        net, optimizer(net.parameters()), loader, example=tuple(next(iter(batches(3, 3, 8, 8))))
+        net, optimizer(net.parameters()), batches(3, 3, 8, 8), call=lambda net, batch: net(*batch)
     )
     for x, y in endless(loader):
         loss = net(x, y).mean()

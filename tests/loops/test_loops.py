@@ -7,14 +7,7 @@ import pytest
 from tests.loops import changing, methods, structure
 from tests.support.loops import both
 
-TO_COME = {
-    *(each.__name__ for each in changing.LOOPS),
-    *("two_backwards", "projected_gradients", "video_with_focal_loss", "multi_crop", "paired_images", "cycles"),
-}
-LOOPS = [
-    pytest.param(loop, id=loop.__name__, marks=pytest.mark.xfail if loop.__name__ in TO_COME else ())
-    for loop in (*changing.LOOPS, *methods.LOOPS, *structure.LOOPS)
-]
+LOOPS = [pytest.param(loop, id=loop.__name__) for loop in (*changing.LOOPS, *methods.LOOPS, *structure.LOOPS)]
 slow = pytest.mark.slow
 CASES = [
     ("hybrid", "adamw"),

@@ -97,19 +97,27 @@ def test_uncertain_times_are_measured_again_then_split_by_speed(monkeypatch: pyt
     assert not folder.exists(), "such times are not kept"
 
 
+def test_uncertain_times_of_a_fleet_file_decide_nothing(tmp_path: Path) -> None:
+    found = measured_fleet(trace(NET, X).graph, [1e6, 2e6], 8)
+    found = replace(found, layer=tuple(replace(point, spread=30.0) for point in found.layer))
+    (tmp_path / "fleet.toml").write_text(found.to_toml())
+    plans, _ = run_on_threads(2, lambda group: make_plans(NET, X, 8, group, fleet=tmp_path / "fleet.toml"))
+    assert "the plan is data-by-speed" in plans.notes[0]
+
+
 @pytest.mark.parametrize(
     ("rates", "computes"),
     [
-        ((1e6, 1e6), "device 0 50%, device 1 50% of the arithmetic"),
-        ((1e3, 1e9), "device 1 100% of the arithmetic, because one device is faster than several"),
+        ((1e6, 1e6), ["layers with weights: 1 filter, 1 channel", "device 0 50%, device 1 50%"]),
+        ((1e3, 1e9), ["one device is faster than several", "device 1 100%"]),
     ],
 )
-def test_choice_is_described_in_two_lines(
-    rates: tuple[float, float], computes: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_choice_is_described_in_three_lines(
+    rates: tuple[float, float], computes: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Job(monkeypatch, rates).plans()
-    _, plan, predicted = capsys.readouterr().err.splitlines()
-    assert plan == f"convoy: plan auto: {computes}"
+    _, *said, predicted = capsys.readouterr().err.splitlines()
+    assert said == [f"convoy: plan auto: {computes[0]}", f"convoy: arithmetic: {computes[1]}"]
     assert predicted.startswith("convoy: predicted: ")
     assert "samples/s (nine of ten: " in predicted
     assert " alone: " in predicted

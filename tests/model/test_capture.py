@@ -58,14 +58,14 @@ def test_calls_that_look_at_other_samples_run_on_one_device_alone(name: str) -> 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # in evaluation, as in plain PyTorch
 @pytest.mark.parametrize("norm", [False, True])
-def test_checkpointed_blocks_stay_whole_and_learn(norm: bool) -> None:
-    """A batch norm noted its statistics once for torch's twice."""
+@pytest.mark.filterwarnings("ignore:Kept checkpoints activations")
+def test_checkpointed_blocks_are_split_and_learn(norm: bool) -> None:
+    """torch's recomputation in backward updates the running statistics of a batch norm a second time."""
     torch.manual_seed(0)
     model = Kept(Checkpointed(norm))
     layers = layers_of(model)
-    assert (layers["middle"].kind, layers["middle"].per_sample) == ("opaque", False)
-    assert "checkpoint" in layers["middle"].reason
-    assert {"body.0", "body.1"} <= layers.keys()
+    assert layers["middle.block.conv"].kind == "conv"
+    assert layers["middle.block.norm"].recomputed
     assert difference(model) < EXACT
 
 
@@ -259,7 +259,7 @@ def test_a_forward_that_asks_what_a_tensor_is_gets_the_answer_of_a_tensor(
 )  # fmt: skip
 def test_a_module_stays_whole_if_torch_fx_would_lose_something(function: Callable[[Any, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
-    assert "model" in layers_of(net(function))
+    assert trace(net(function), torch.zeros(2, 3, 8, 8)).live is not None
     assert difference(net(function)) < EXACT
 
 
@@ -348,9 +348,7 @@ def test_a_model_that_takes_no_random_batch_is_called_with_the_example(
         torch.testing.assert_close(found, model.fc.weight.grad)
 
 
-def test_a_model_that_runs_on_no_batch_is_refused_with_what_was_tried() -> None:
+def test_a_model_that_does_not_run_on_its_example_is_refused() -> None:
     model = FewShot()
-    with pytest.raises(
-        InputError, match=r"Called with 2 and 3 random samples of shape \(3, 4, 4\): .*Called with the 6 sam"
-    ):
+    with pytest.raises(InputError, match=r"FewShot does not run on the example: shape '\[2, 4, 5\]' is invalid"):
         trace(model, torch.zeros(6, 3, 4, 4))

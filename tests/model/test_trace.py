@@ -151,9 +151,9 @@ def test_two_inputs_and_a_missing_one() -> None:
     a, b = torch.zeros(2, 3, 2), torch.zeros(2, 6)
     graph = trace(Two(), (a, b)).graph
     assert [layer.shape for layer in graph.inputs] == [(3, 2), (6,)]
-    with pytest.raises(InputError, match="Two was called with arguments that its forward does not take: missing"):
+    with pytest.raises(InputError, match=r"Two does not run on the example: .* missing 1 required positional argument"):
         trace(Two(), a)
-    with pytest.raises(InputError, match="does not take: too many"):
+    with pytest.raises(InputError, match=r"does not run on the example: .* but 4 were given"):
         trace(Two(), (a, b, b))
 
 
@@ -194,4 +194,4 @@ def test_evaluation_keeps_whole_what_training_keeps_whole() -> None:
     assert "inner" not in alone.graph.layers
     assert beside.graph["inner"].kind == "opaque"
     whole = trace(nets.OpaqueWhole(), torch.zeros(2, 3, 8, 8))
-    assert list(trace(nets.TwoConv(), torch.zeros(2, 3, 8, 8), like=whole).graph.layers) == ["input", "model"]
+    assert trace(nets.TwoConv(), torch.zeros(2, 3, 8, 8), like=whole).live == ()

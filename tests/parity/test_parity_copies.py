@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from convoy.comm.group import Group
-from convoy.errors import InputError
 from convoy.layout.layout import Replicated
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
@@ -176,8 +175,7 @@ def test_an_evaluation_that_is_one_layer() -> None:
         with torch.no_grad():
             found = [here(part(here, x), batch=8) for here in (whole, split)]
         assert {key: tuple(p.shape) for key, p in split.named_parameters()} == before
-        with pytest.raises(InputError, match=r"backward in evaluation mode: parameter '.*' is used there on devices"):
-            split(part(split, x), batch=8).sum().backward()
+        assert not split(part(split, x), batch=8).requires_grad  # its weights are gone after the call
         return [*found, split.train()(part(split, x), batch=8).detach()]
 
     for found in run_on_threads(2, work):

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from convoy.comm.group import Group
-from convoy.errors import InputError
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
@@ -103,25 +102,6 @@ def test_a_model_of_two_inputs_and_two_outputs(plan: str) -> None:
     expected = train(reference, lambda n: reference(x[:n], v[:n]))
     for losses in found:
         assert losses == pytest.approx(expected, rel=EXACT, abs=EXACT)
-
-
-def test_freezing_or_thawing_afterwards_is_refused() -> None:
-    """Whether a parameter has a gradient is part of the step list. Without the check a thawed one never moved."""
-    x = torch.zeros(4, 3, 8, 8, dtype=torch.float64)
-
-    def work(group: Group) -> list[str]:
-        messages = []
-        for net, key, thaw in (("two-conv", "conv1.weight", False), ("frozen", "net.conv1.weight", True)):
-            here = Distributed(nets.build(net), by_name("data", net, speeds=Speeds((1.0, 1.0)), batch=4), group, x[:2])
-            here.module.get_parameter(key).requires_grad_(thaw)
-            with pytest.raises(InputError) as caught:
-                here(part(here, x), batch=4)
-            messages.append(str(caught.value))
-        return messages
-
-    frozen, thawed = run_on_threads(2, work)[0]
-    assert "'conv1.weight' was frozen after distribute()" in frozen
-    assert "'net.conv1.weight' was thawed after distribute()" in thawed
 
 
 def test_a_batch_norm_called_by_samples_and_whole() -> None:

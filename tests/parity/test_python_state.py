@@ -16,7 +16,8 @@ from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
-from tests.support.one_device import one_trace, part
+from tests.support.beside_one import difference
+from tests.support.one_device import EXACT, one_trace, part
 from tests.support.slow import most_slow
 from tests.support.threads import run_on_threads
 
@@ -287,6 +288,23 @@ def test_what_a_trace_read_and_a_script_changes_is_refused_by_name(what: str) ->
 
     with pytest.raises(InputError, match=f"{what}.*changed after distribute"):
         run_on_threads(1, on_device, timeout_s=20)
+
+
+def test_inputs_of_a_live_module_require_a_gradient_only_if_they_do_on_one_device() -> None:
+    """Seed 91124: every input of a module with state was made to require one."""
+
+    class Asking(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x * (2 if x.requires_grad else 3) / self.calls
+
+    for model in (
+        nn.Sequential(Asking(), nn.Flatten(), nn.Linear(192, 4)),
+        nn.Sequential(nn.Conv2d(3, 3, 1), Asking(), nn.Flatten(), nn.Linear(192, 4)),
+    ):
+        assert difference(model) < EXACT
 
 
 def test_a_dropout_of_nothing_stays_one() -> None:

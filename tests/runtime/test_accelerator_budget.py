@@ -129,7 +129,7 @@ def test_plan_for_one_device_sends_only_outputs_or_loss(outputs: OutputPlace, se
             return start(sends, receives, lane)
 
         plan = Plan("one", graph.fingerprint, 2, BATCH, {}, One(0), outputs=outputs)
-        part, criterion = Distributed(net, plan, group, x[:2]), convoy.loss(F.cross_entropy)
+        part, criterion = Distributed(net, plan, group, x[:2]), convoy.loss(nn.CrossEntropyLoss())
         optimizer = torch.optim.SGD(part.parameters(), lr=0.01)
         for step in range(4):
             if step == 3:  # earlier steps compare what the devices were given

@@ -363,14 +363,14 @@ def test_gradients_are_stored_without_a_copy() -> None:
 
     def work(group: Group) -> None:
         here = Distributed(model, named_plan("data", trace(model, x).graph, 4, Speeds((1.0,))), group, x)
-        original = here._executors[True].backward
+        original = here.first_variant().executor.backward
 
         def noting(*args: Any) -> Any:
             found, inputs = original(*args)
             made.append(found["2.weight"].data_ptr())
             return found, inputs
 
-        here._executors[True].backward = noting  # type: ignore[method-assign]
+        here.first_variant().executor.backward = noting  # type: ignore[method-assign]
         here(x, batch=4).sum().backward()
         assert here.module.get_parameter("2.weight").grad.data_ptr() == made[0]
 

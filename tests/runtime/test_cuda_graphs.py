@@ -130,7 +130,7 @@ def test_dropout_draws_the_same_numbers(made: list[CudaGraphs]) -> None:
 
 
 def regions_in(part: Distributed) -> list[GraphRegion]:
-    programs = part._programs.programs.values()
+    programs = [p for variant in part._variants.values() for p in variant.programs.values()]
     return [region for program in programs for each in program.regions.values() for region in each.values()]
 
 
@@ -232,6 +232,15 @@ def test_two_forwards_before_a_backward_give_both_gradients() -> None:
     torch.testing.assert_close(gradients(part), gradients(plain), rtol=1e-10, atol=1e-10)
 
 
+def test_a_second_backward_is_refused() -> None:
+    """The first one may have overwritten activations, as memory of its own intermediate results."""
+    part, _, x = captured()
+    y = part(x, whole=True)
+    y.sum().backward(retain_graph=True)
+    with pytest.raises(InputError, match=r"retain_graph=True\): leave out cuda_graphs"):
+        y.square().sum().backward()
+
+
 def test_forward_without_backward_leaves_later_steps_right() -> None:
     part, plain, x = captured()
     for model, options in ((part, {"whole": True}), (plain, {})):
@@ -286,8 +295,8 @@ def test_region_ends_where_a_gradient_sum_starts(monkeypatch: pytest.MonkeyPatch
     def modules(group: Group) -> list[list[str]]:
         plan = named_plan("data", trace(model, x).graph, 8, Speeds((1.0, 1.0)))
         here = Distributed(model, plan, group, x)
-        program = here._programs.get(True, 8)
-        found = cuda_graphs.regions_of(here._executors[True], program, (None, True))
+        variant = here.first_variant()
+        found = cuda_graphs.regions_of(variant.executor, variant.program(8), (None, True))
         return [[op.layer for op in region.layers] for region in found.values()]
 
     assert run_on_threads(2, modules) == [[["1", "2", "3"], ["4", "5"]]] * 2

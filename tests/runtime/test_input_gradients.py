@@ -51,7 +51,7 @@ def test_input_gradients_match_one_device(net: str, plan: str, whole: bool) -> N
     def work(group: Group) -> tuple[list[int], list[int]]:
         here = Distributed(model, chosen, group, x[:2])
         given = (x.clone() if whole else part(here, x).clone()).requires_grad_()
-        steps = here._programs.get(True, 10, ("whole" if whole else "part",)).steps
+        steps = here.first_variant().program(10, ("whole" if whole else "part",)).steps
         if whole:  # compared once
             here(given.detach(), whole=True)
         group.clear_counters()
@@ -78,13 +78,13 @@ def test_unneeded_input_gradients_add_no_traffic() -> None:
 
     with one_trace("resnet", torch.float64):
         programs = run_on_threads(4, lambda group: _keys(group, model, chosen, x, y))
-    assert programs == [[(True, 10, (), "only")]] * 4
+    assert programs == [[(10, (), "only")]] * 4
 
 
 def _keys(group: Group, model: nn.Module, plan: Plan, x: Tensor, y: Tensor) -> list[Any]:
     here = Distributed(model, plan, group, x[:2])
     loss_of(here(part(here, x), batch=10), y).backward()
-    return list(here._programs.programs)
+    return list(here.first_variant().programs)
 
 
 # --- torch.autograd.grad ---------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_invalid_local_batch_is_refused_with_remedies() -> None:
     def work(group: Group) -> None:
         here = Distributed(model, plan, group, torch.zeros(2, 3, 8, 8, dtype=torch.float64))
         with pytest.raises(
-            InputError, match=r"the local batch of 10 samples is \(5, 3, 8, 8\).*model\(x, whole=True\)"
+            InputError, match=r"had 10 samples, and its local batch is \(5, 3, 8, 8\).*model\(x, whole=True\)"
         ):
             here(torch.zeros(10, 3, 8, 8, dtype=torch.float64), batch=10)
 

@@ -312,7 +312,7 @@ def test_redirected_gradients_are_refused() -> None:
             def loss() -> Tensor:
                 return loss_of(here(part(here, x), batch=len(x)), y)
 
-            with here.no_sync(), pytest.raises(InputError, match=r"whose gradients are not yet summed"):
+            with here.no_sync(), pytest.raises(InputError, match=r"whose gradients are not yet summed \(no_sync\)"):
                 torch.autograd.grad(loss(), list(here.parameters()))
             here.zero_grad()
             backward(here, x, y, waits=True)
@@ -337,7 +337,8 @@ def test_device_that_differs_in_no_sync_is_named() -> None:
         with pytest.raises(ConvoyError) as caught:
             run_on_threads(DEVICES, work)
         assert isinstance(caught.value, MismatchError)
-        assert "device 2 has another state of no_sync()" in str(caught.value)
+        assert "device 2 has" in str(caught.value)
+        assert "another state of no_sync()" in str(caught.value)
 
 
 def test_reshard_between_unsynced_micro_batches_is_refused() -> None:

@@ -138,9 +138,9 @@ def what_happens(plan: Plan, held_until: tuple[str, ...] | None = None) -> tuple
 
 
 def watch(part: Distributed, record: Callable[[tuple[str, ...]], None]) -> None:
-    for executor in part._executors.values():
-        for name, run in executor.arithmetic.items():
-            executor.arithmetic[name] = Recording(run, name, record)
+    executor = part.first_variant().executor
+    for name, run in executor.arithmetic.items():
+        executor.arithmetic[name] = Recording(run, name, record)
 
 
 FILTERED: dict[str, Strategy] = {"0": Batch((5, 3)), "2": Filter((5, 3)), "4": One(0)}

@@ -359,7 +359,7 @@ def test_local_batch_of_the_old_plan_is_refused() -> None:
         x = torch.zeros(10, 3, 8, 8, dtype=torch.float64)
         old = part(here, x)
         reshard(here, replace(here.plan, otherwise=Batch((1, 1, 8))))
-        with pytest.raises(InputError, match="the local batch of 10 samples is"):
+        with pytest.raises(InputError, match="the global batch had 10 samples, and its local batch is"):
             here(old, batch=10)
 
     on_three(work)

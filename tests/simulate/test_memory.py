@@ -117,10 +117,10 @@ def test_predicted_memory_matches_the_executor(name):
             return tensor
 
         part = Distributed(net, plan, group, example)
-        own = part._programs.get(True, 6)
+        own = part.first_variant().program(6)
         inputs = [torch.randn(local_shape(v.layout, group.device, v.shape)) for v in own.steps.inputs]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            _, tape = part._executors[True].forward(own, inputs, keep=True)
+            _, tape = part.first_variant().executor.forward(own, inputs, keep=True)
         _collect_storages(tape.saved, found)
         weights = [*part.module.parameters(), *part.module.buffers()]
         return sum(found.values()), sum(w.numel() for w in weights)

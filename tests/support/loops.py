@@ -55,10 +55,12 @@ def run(group: Group, module: str, name: str, optimizer: str, plan: str | None) 
         return str(error)
 
 
-def both(loop: Loop, optimizer: str, plan: str, devices: int = 3) -> tuple[list[float], list[Any]]:
+def both(
+    loop: Loop, optimizer: str, plan: str, devices: int = 3, limit_s: float = 90.0
+) -> tuple[list[float], list[Any]]:
     """Return the numbers of a loop in plain PyTorch, and those of each device, or the message that refused it."""
     arguments = ("tests.support.loops:run", loop.__module__, loop.__name__, optimizer)
-    return on_processes(1, *arguments, None)[0], on_processes(devices, *arguments, plan, limit_s=90.0)
+    return on_processes(1, *arguments, None)[0], on_processes(devices, *arguments, plan, limit_s=limit_s)
 
 
 def batches(

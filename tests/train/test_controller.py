@@ -91,11 +91,15 @@ def test_local_batches_follow_a_new_plan(workers: int) -> None:
 
 @dataclass
 class MadeUp:
-    """A clock with seconds set by the test."""
+    """A clock with seconds set by the test. The executors measure with the real one."""
 
+    real: Any
     layers_s: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
 
     def settle(self) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
 
 
 class Teller(Observer):
@@ -131,7 +135,7 @@ def train(plan: Plan, every: int = 2) -> list[dict[str, Any]]:
 
     def work(group: Group) -> dict[str, Any]:
         here = convoy.distribute(model, plan, group, torch.zeros(2, 3, 8, 8, dtype=torch.float64))
-        here.clock = MadeUp()  # type: ignore[assignment] - the executors keep the real one
+        here.clock = MadeUp(here.clock)  # type: ignore[assignment]
         loader, test = Loader(Samples(), BATCH, here), Loader(Samples(), BATCH, here, shuffle=False)
         optimizer = torch.optim.Adam(here.parameters(), lr=0.003, eps=1e-3)
         told: list[tuple[int, str]] = []

@@ -142,11 +142,9 @@ def test_every_criterion_has_the_value_and_the_gradient_of_one_device(name: str)
     torch.testing.assert_close(plain, criterion(*arguments))
 
 
-def test_functional_and_custom_criteria_match_one_device() -> None:
+def test_custom_criteria_match_one_device() -> None:
     with torch_seed(6):
-        labelled, pairs = (_floats(5), _ignored()), (_floats(3), _floats(3))
-    ours = convoy.loss(F.cross_entropy, ignore_index=255, label_smoothing=0.1)
-    _check(labelled, ours, lambda x, y: F.cross_entropy(x, y, ignore_index=255, label_smoothing=0.1))
+        pairs = (_floats(3), _floats(3))
 
     def dice(x: Tensor, y: Tensor) -> Tensor:
         return 1 - 2 * (x * y).sum(1) / (x.square() + y.square()).sum(1)

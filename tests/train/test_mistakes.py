@@ -56,7 +56,7 @@ def refused_on_three(work: Callable[[Group], Any], error: type[Exception], told:
 
 def test_example_without_a_batch_axis_is_refused() -> None:
     x = images()[0][0]
-    with pytest.raises(InputError, match=r"does not run on the example.* Give one batch .*x\[None\]"):
+    with pytest.raises(InputError, match=r"does not run on the example.* Give one batch.*x\[None\]"):
         convoy.make_plan("data", net(), x, 5, ALONE, speeds=(1.0,))
 
 
@@ -136,14 +136,15 @@ def test_calls_that_would_see_shards_are_refused() -> None:
     def work(group: Group) -> None:
         part = by_plan(group, "model", model)
         assert part.to("cpu") is part
-        for change in (part.float, part.half, lambda: part.to("meta")):
-            with pytest.raises(InputError, match=r"would change from .* change the model before it is distributed"):
-                change()
         with pytest.raises(InputError, match=r"only local shards: call full_state_dict\(\)"):
             part.module.state_dict()
         assert part.full_state_dict().keys() == model.state_dict().keys()
         copies = by_plan(group, "data", model)
         assert copies.module.state_dict().keys() == model.state_dict().keys()
+        with pytest.raises(
+            InputError, match=r"no longer torch.float64 on cpu: change the model before it is distributed"
+        ):
+            copies.float()(torch.zeros(6, 1, 6, 6).double(), whole=True)
 
     on_three(work)
 

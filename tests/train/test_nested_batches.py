@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 import convoy
 from convoy.comm.group import Group
-from convoy.errors import InputError
 from convoy.train.adopt import AdoptedLoader
 from tests.support.small_script import ALONE, SPEEDS, images, net
 from tests.support.threads import run_on_threads
@@ -83,52 +82,6 @@ def test_nested_and_named_arguments_train_as_on_one_device(plan: str) -> None:
         assert found == pytest.approx(expected, abs=1e-10)
 
 
-class Masked(nn.Module):
-    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        return scale * (x if mask is None else x * mask)
-
-
-def prepared(call: Any, model: nn.Module | None = None) -> Any:
-    loader = DataLoader(images(), 5)
-    return convoy.prepare(model or Masked(), None, loader, plan="data", speeds=(1.0,), group=ALONE, call=call)[0]
-
-
-def test_all_ways_to_write_the_same_call_are_one() -> None:
-    x = images().tensors[0][:5]
-    model = prepared(lambda model, batch: model(batch[0], mask=batch[0]))
-    assert torch.equal(model(x, x), x * x)
-    assert torch.equal(model(mask=x, x=x, scale=1.0), x * x)
-    assert torch.equal(prepared(None)(x, None), x)
-
-
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (
-            lambda model, x: model(x, scale=2.0),
-            r"was called with \(tensor, scale=2.0\), and its example was \(tensor\)",
-        ),
-        (lambda model, x: model(x, x), r"was called with \(tensor, tensor\)"),
-        (lambda model, x: model(x, scale=x.numpy()), "a ndarray: give it tensors, numbers"),
-        (lambda model, x: model(x, size=2), "forward does not take: got an unexpected keyword argument 'size'"),
-    ],
-)
-def test_another_call_than_the_example_is_refused(call: Callable[[Any, Tensor], Any], says: str) -> None:
-    model = prepared(None)
-    with pytest.raises(InputError, match=says):
-        call(model, images().tensors[0][:5])
-
-
-def test_tensors_without_the_axis_of_the_batch_are_refused_by_name() -> None:
-    with pytest.raises(InputError, match=r"not x of \(2, 1, 6, 6\), mask of \(6,\); .*buffers of the model"):
-        prepared(lambda model, batch: model(batch[0], torch.ones(6)))
-
-
-def test_a_call_that_leaves_the_model_out_is_refused() -> None:
-    with pytest.raises(InputError, match="does not call its first argument"):
-        prepared(lambda _model, batch: batch[0])
-
-
 @pytest.mark.parametrize(
     "kind", [dict, OrderedDict, UserDict, lambda d: defaultdict(list, d), lambda d: Sample(d["x"])]
 )
@@ -137,7 +90,7 @@ def test_inputs_are_found_in_dicts_and_dataclasses(kind: Callable[[dict[str, Any
         return kind({"names": ["a"] * len(rows), "x": torch.stack([x for x, _ in rows])})
 
     source = DataLoader(images(), 5, collate_fn=collate)
-    model, _, loader = convoy.prepare(Masked(), None, source, plan="data", speeds=(1.0,), group=ALONE)
+    model, _, loader = convoy.prepare(nn.Identity(), None, source, plan="data", speeds=(1.0,), group=ALONE)
     for batch, plain in zip(loader, source, strict=True):
         assert isinstance(batch, type(plain) if not isinstance(plain, defaultdict) else dict)
         x = plain.x if isinstance(plain, Sample) else plain["x"]

@@ -34,6 +34,13 @@ def hooked(module: nn.Module) -> list[str]:
     return [kind for kind in KINDS if not all(map(on_weights, list(getattr(module, kind).values())))]
 
 
+def carry_over(new: nn.Parameter, old: Tensor) -> None:
+    """Give `new` the hooks of `old`. Both share the hook tables, so removing a hook works for both."""
+    for kind in ON_PARAMETERS:
+        if hooks := getattr(old, kind, None):
+            setattr(new, kind, hooks)
+
+
 def copied(model: nn.Module, tensors: Mapping[int, Any] | None = None) -> nn.Module:
     """Return a deep copy with the user's original hook objects, so that an object that records values is not copied.
 

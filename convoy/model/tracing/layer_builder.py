@@ -14,13 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from convoy.errors import InputError
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.model.nested import tensors_of
-from convoy.model.operation import Form, Operation, Ref, Region, TracedModel
+from convoy.model.operation import BatchExtent, Form, Operation, Ref, Region, TracedModel
 from convoy.model.split_rules import Call, Known
 from convoy.model.tracing.copies import shared_copy
 from convoy.model.tracing.effects import IN_PLACE, batch_norm_of, called, draws_random
-from convoy.model.tracing.node_values import BATCHES, NodeValues, Spec, Untraceable, is_batched, is_form, mentions_batch
+from convoy.model.tracing.node_values import BATCHES, NodeValues, Spec, Untraceable, is_form, mentions_batch, rows_in
 from convoy.model.tracing.python_state import is_of_user, subtree
-from convoy.model.tracing.supported_layers import known
+from convoy.model.tracing.supported_layers import is_batch_norm, known
 from convoy.model.tracing.tracer import Nodes
 from convoy.model.tracing.trials import (
     Observation,
@@ -58,9 +58,9 @@ class LayerBuilder:
     ) -> None:
         self.model, self.traced, self.together = model, traced, together
         self.elsewhere, self.samples = elsewhere, samples
-        self.values = NodeValues(model, meta, specs, traced.constants)
         self.changed: dict[str, str] = {}
         self._norms = {node: path for node in traced.nodes if (path := batch_norm_of(model, node)) is not None}
+        self.values = self._values(meta, specs)
         self._names: dict[fx.Node, str] = {}
         self._items: dict[fx.Node, tuple[str, Sequence[int]]] = {}  # node with several tensors -> layer, output indices
         self._shown: dict[str, Any] = {}  # layer -> its value for the smaller batch
@@ -74,15 +74,8 @@ class LayerBuilder:
         self._precise = functools.cache(lambda: shared_copy(model).double())
 
     def run(self) -> TracedModel:
-        """Build all layers.
-
-        Raises:
-            Untraceable: a submodule, or the model as a whole, must stay one layer.
-        """
+        """Build all layers. Raise Untraceable if a submodule, or the model as a whole, must stay one layer."""
         nodes, values = self.traced.nodes, self.values
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            for node in nodes:
-                values.visit(node, counter)
         for node in nodes:
             reads = dict.fromkeys(values.reads[node].values())
             if node in self._norms:
@@ -94,13 +87,31 @@ class LayerBuilder:
         for node in nodes:
             self._emit(node, [])
         names: list[str] = []
+        for node in (n for n in nodes if n.op == "output" or is_form(n)):
+            if folded := next((n for n in values.reads[node].values() if n in values.folded), None):
+                raise Untraceable(f"the first axis of {folded.name} is not the batch")
         (result,), _ = self._arguments(nodes[-1], names, {})
         if not names or mentions_batch(result):
             raise Untraceable("it returns something that is not a tensor")
         shared = {name for users in self._uses.values() if len(set(users)) > 1 for name in users}
         layers = {name: replace(layer, shared=name in shared) for name, layer in self._layers.items()}
+        if any(layer.recomputed and layer.changes_state for layer in layers.values()):
+            raise Untraceable("it is checkpointed, and changes state in both of its forwards")
         graph = Graph(type(self.model).__name__, layers, tuple(names))
         return TracedModel(graph, self._operations, result, self.traced.seen, self.traced.leaves)
+
+    def _values(self, meta: nn.Module, specs: Sequence[Spec], *, folds: bool = False) -> NodeValues:
+        values = NodeValues(self.model, meta, specs, self.traced.constants, folds)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            for node in self.traced.nodes:
+                values.visit(node, counter)
+        read = [n for node in self.traced.nodes if self._is_norm(node) for n in values.reads[node].values()]
+        folded = not folds and any(rows_in(values[n]) > 1 for n in read)
+        return self._values(meta, specs, folds=True) if folded else values
+
+    def _is_norm(self, node: fx.Node) -> bool:
+        of_module = node.op == "call_module" and is_batch_norm(self.model.get_submodule(str(node.target)))
+        return (of_module or node in self._norms) and isinstance(next(iter(node.args), None), fx.Node)
 
     def _keys_of(self, node: fx.Node) -> set[str]:
         module = self._module(node)
@@ -119,7 +130,8 @@ class LayerBuilder:
             for read in self._waits[member]:
                 if read not in group and read not in self._done:
                     self._emit(read, [*above, group])
-        if len(group) > 1 or node in self.values.odd:
+        folds = not self._is_norm(node) and any(n in self.values.folded for n in (node, *self._waits[node]))
+        if len(group) > 1 or node in self.values.odd or (folds and tensors_of(self.values[node][0])):
             self._add_region(group)
         elif tensors_of(self.values[node][0]) and not is_form(node):
             # A parameter or buffer that only batch norms read, or one region, belongs to their layers.
@@ -147,22 +159,26 @@ class LayerBuilder:
         path = str(node.target) if node.op in ("call_module", "get_attr") else self._norms.get(node)
         name = self._unused_name(path or node.name)
         parameters = self._parameters(node, name)
-        small, large = self.values[node]
+        small, (_, large), folded = self._between(node), self.values[node], node in self.values.folded
         several, first = not isinstance(small, Tensor), tensors_of(small)[0]
         if several:
             fixed = all(isinstance(a, Tensor) and a.shape == b.shape for a, b in zip(small, large, strict=True))
             batched = not fixed or any(self._layers[i].batched for i in refs)
         else:
-            batched = is_batched((small, large))
+            batched = rows_in(self.values[node]) > 0
         layer = Layer(
             name, "opaque", tuple(refs), tuple(first.shape[batched:]), parameters, flop=self.values.flop[node],
             dtype=dtype_name(first.dtype), differentiable=self.values.passes_gradient(node), several=several, batched=batched,
+            recomputed=node.meta["recomputed"],
         )  # fmt: skip
         found = self._known(node, operation, layer)
         operation = found.operation or operation
+        if folded:
+            operation = Operation("batch_norm", str(path), operation.args, {"folded": True})
         layer = replace(
-            layer, kind=found.kind, groups=found.groups, axis=found.axis, statistics=found.statistics, cuts=found.cuts
-        )
+            layer, kind=found.kind, groups=found.groups, axis=2 if folded else found.axis, statistics=found.statistics,
+            cuts=found.cuts,
+        )  # fmt: skip
         layer = self._with_samples(node, operation, layer, found)
         self._names[node], self._shown[name] = name, small
         self._layers[name], self._operations[name] = layer, operation
@@ -188,7 +204,7 @@ class LayerBuilder:
     def _add_region(self, group: Sequence[fx.Node]) -> None:
         """Build one layer from the calls of a region. Its outputs are the values that other layers read."""
         values = self.values
-        refs, calls = list[str](), list[fx.Node]()
+        refs, calls, folds = list[str](), list[fx.Node](), list[fx.Node]()
         for node in group:
             for read in self._waits[node]:
                 if read.op == "get_attr" and read not in self._names:
@@ -196,41 +212,69 @@ class LayerBuilder:
                         calls.append(read)
                 elif read not in group:
                     self._lowered(read, functools.partial(_ref, refs))
+                    folds += [read] if read in values.folded and read not in folds else []
             calls.append(node)
-        at = {node: Ref(len(refs) + i) for i, node in enumerate(calls)}
-        operations = tuple(self._operation(node, *self._arguments(node, refs, at)) for node in calls)
+        at = {node: Ref(len(refs) + i) for i, node in enumerate([*folds, *calls])}
+        operations = [Operation("function", torch.flatten, (_ref(refs, self._names[n]), 0, 1)) for n in folds]
+        operations += [self._operation(node, *self._arguments(node, refs, at)) for node in calls]
         read_outside = {n for reader, reads in values.reads.items() if reader not in group for n in reads.values()}
         gives = [n for n in group if n in read_outside and (n not in values.odd or n in values.of_batch)]
         gives = [n for n in gives if tensors_of(values[n][0])]
         if not gives:
             return
         several = len(gives) > 1 or gives[0] in values.of_batch
-        graded = tuple(not node.meta["no_grad"] for node in calls)
-        target = Region(operations, graded, tuple(at[n].index for n in gives), several)
+        inner = {at[n]: not n.meta["no_grad"] for n in calls}
+        for n in gives:
+            if n in values.folded:
+                operations.append(Operation("method", "unflatten", (at[n], 0, (BatchExtent(1), values.folded[n]))))
+                at[n] = Ref(len(refs) + len(operations) - 1)
+        graded = tuple(inner.get(Ref(len(refs) + i), True) for i in range(len(operations)))
+        target = Region(tuple(operations), graded, tuple(at[n].index for n in gives), several)
         operation = Operation("region", target, tuple(Ref(i) for i in range(len(refs))))
         odd = [n for n in group if n in values.odd]
-        with_keys = [str(n.target) for n in group if n.op == "call_module" and self._keys_of(n)]
+        with_keys = [str(n.target) for n in group if n.op == "call_module" and (self._keys_of(n) or len(group) == 1)]
         name = self._unused_name(with_keys[0] if len(with_keys) == 1 else [*odd, group[0]][0].name)
         paths = [str(n.target) for n in calls if n.op == "call_module"] + [
             self._norms[n] for n in calls if n in self._norms
         ]
         parameters = {p.key: p for node in calls for p in self._parameters(node, name).values()}
-        small = [values[n][0] for n in gives]
+        small = [self._between(n) for n in gives]
         layer = Layer(
             name, "opaque", tuple(refs), tuple(small[0].shape[1:]), parameters, several=several,
             flop=sum(values.flop[n] for n in calls), dtype=dtype_name(small[0].dtype),
             differentiable=any(map(is_floating, small)) and any(values.passes_gradient(n) for n in group),
-            random=any(draws_random(n) for n in calls),
+            random=any(draws_random(n) or has_dropout(self._module(n)) for n in calls),
+            recomputed=any(n.meta["recomputed"] for n in calls),
         )  # fmt: skip
-        why = values.odd[odd[0]] if odd else "it is one layer in the other mode"
+        why = "it is one layer in the other mode" if len(group) > 1 else "a sample has several rows of it"
+        why = values.odd[odd[0]] if odd else why
         for path in paths:
             if path in self.traced.whole:
                 why = f"{type(self.model.get_submodule(path)).__name__} stays whole: {self.traced.whole[path]}"
         mixes = any(n in values.mixing for n in group)
-        self._layers[name] = self._tried(operation, layer, paths, why, mixes=mixes)
+        known = len(group) == 1 and self._by_row(group[0])
+        self._layers[name] = layer if known else self._tried(operation, layer, paths, why, mixes=mixes)
         self._operations[name], self._shown[name] = operation, tuple(small) if several else small[0]
         for i, node in enumerate(gives):
             self._names[node] = self._item(name, i, of_batch=node in values.of_batch) if several else name
+
+    def _between(self, node: fx.Node) -> Any:
+        """Return a node's value for the smaller batch as between layers, where rows of a sample have an axis of their own."""
+        rows = self.values.folded.get(node)
+        return self.values[node][0] if rows is None else self.values[node][0].unflatten(0, (BATCHES[0], rows))
+
+    def _by_row(self, node: fx.Node) -> bool:
+        """Return whether a call makes as many rows per sample as it reads, and its kind computes each row separately."""
+        refs, rows = list[str](), {self.values.folded.get(n) for n in (node, *self._waits[node]) if n.op != "get_attr"}
+        operation = self._operation(node, *self._arguments(node, refs, {}))
+        if len(rows) > 1 or None in rows:
+            return False
+        read = [self._layers[name] for name in refs]
+        # The rows of one sample are a batch.
+        shapes, batched = tuple(layer.shape for layer in read), tuple(layer.batched for layer in read)
+        found = known(Call(operation, self._module(node), shapes, batched, tuple(self._between(node).shape[1:])))
+        counts = mentions_batch((operation.args, dict(operation.kwargs)))
+        return found is not None and found.trusted and not found.whole_batch and (found.kind == "flatten" or not counts)
 
     def _arguments(self, node: fx.Node, refs: list[str], at: dict[fx.Node, Ref]) -> tuple[Any, Any]:
         """Return a call's arguments with placeholders. Add the layers that it reads to `refs`; `at`: values in its region."""
@@ -362,6 +406,8 @@ class LayerBuilder:
         """
         if not layer.batched:
             return replace(layer, reason="it has no batch axis, so every device makes it")
+        if any(p.is_meta for p in self.model.parameters()):
+            raise Untraceable(layer.name)
         inputs, kept = self._trial_inputs(layer, registered=registered), ""
         if is_of_user(operation, self.model):
             inside = {path: m for each in modules for path, m in subtree(self.model, each).items()}
@@ -438,13 +484,14 @@ def _regions(
         reads: node -> the nodes whose tensors, or odd numbers, it reads.
         together: groups of nodes that must be in one region for another reason.
 
-    Raises:
-        Untraceable: an odd value is an input or an output of the model.
+    Raise Untraceable if an odd value is an input or an output of the model.
     """
     odd = values.odd
     order = {node: place for place, node in enumerate(nodes)}
     users: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
+    above: dict[fx.Node, int] = {}  # node -> a bit for each node that it depends on, and its own
     for node in nodes:
+        above[node] = functools.reduce(operator.or_, map(above.__getitem__, reads[node]), 1 << order[node])
         for read in reads[node]:
             users[read].append(node)
     groups: dict[fx.Node, set[fx.Node]] = {node: {node} for node in nodes}
@@ -465,16 +512,9 @@ def _regions(
                     _unite(groups, [node, *users[node]])
             current = groups[next(iter(group))]
             # The nodes on paths between two nodes of the group.
-            places = [order[node] for node in current]
-            between = nodes[min(places) : max(places) + 1]
-            after, ahead = set(current), set(current)
-            for node in between:
-                if not after.isdisjoint(reads[node]):
-                    after.add(node)
-            for node in reversed(between):
-                if not ahead.isdisjoint(users[node]):
-                    ahead.add(node)
-            _unite(groups, after & ahead)
+            own = sum(1 << order[node] for node in current)
+            ahead = functools.reduce(operator.or_, map(above.__getitem__, current))
+            _unite(groups, [*current, *(n for n in nodes if above[n] & own and ahead >> order[n] & 1)])
         count = len({id(group) for group in groups.values()})
     result = [sorted(g, key=order.__getitem__) for g in found.values() if len(g) > 1 or not odd.keys().isdisjoint(g)]
     for region in result:

@@ -182,14 +182,16 @@ class NodeValues:
         of_batch: odd nodes with one value for the global batch (a loss), which the model may return.
         mixing: nodes that combine several samples, so that their layer needs the global batch.
         overwrites: whether the model overwrites its inputs.
+        folded: node -> the rows per sample of a tensor whose first axis is a multiple of the batch.
         reads: node -> argument -> the node with the argument's current value, after in-place calls.
         flop: node -> FLOP per sample.
     """
 
     def __init__(
-        self, model: nn.Module, meta: nn.Module, specs: Sequence[Spec], constants: Mapping[str, Tensor]
+        self, model: nn.Module, meta: nn.Module, specs: Sequence[Spec], constants: Mapping[str, Tensor], folds: bool
     ) -> None:
         self.model, self.meta, self.specs, self.constants = model, meta, list(specs), constants
+        self.folds, self.folded = folds, dict[fx.Node, int]()
         self.odd: dict[fx.Node, str] = {}
         self.of_batch: set[fx.Node] = set()
         self.mixing: set[fx.Node] = set()
@@ -356,13 +358,16 @@ class NodeValues:
             fixed = [t.shape for t in tensors] == [t.shape for t in tensors_of(large)]
             if not odd and fixed and node not in self._of_samples and len(tensors) == len(small):
                 return ""  # computed from parameters only
-            if all(is_batched(each) for each in zip(small, large, strict=True)):
+            if all(map(is_batched, zip(small, large, strict=True))) and self.folded.keys().isdisjoint(reads):
                 return ""
         return odd or f"{node.name} gives something else than rows of the batch"
 
     def _odd_tensor(self, node: fx.Node, pair: Pair, reads: Sequence[fx.Node], odd: str) -> str:
         small, large = pair
         if is_batched(pair):
+            return ""
+        if self.folds and (rows := rows_in(pair)):
+            self.folded[node] = rows
             return ""
         if small.shape != large.shape:
             if sum(a != b for a, b in zip(small.shape, large.shape, strict=False)) > 1:  # values for all pairs
@@ -414,10 +419,16 @@ def is_form(node: fx.Node) -> bool:
 
 def is_batched(pair: tuple[Any, Any], sizes: tuple[int, ...] = BATCHES) -> bool:
     """Return whether the first axis is the batch size in both evaluations, and all other axes are equal."""
+    return rows_in(pair, sizes) == 1
+
+
+def rows_in(pair: tuple[Any, Any], sizes: tuple[int, ...] = BATCHES) -> int:
+    """Return the length of the first axis as a multiple of the batch size; 0 if it is none, or if another axis varies."""
     small, large = pair
     if not (isinstance(small, Tensor) and isinstance(large, Tensor)) or small.dim() == 0 or small.dim() != large.dim():
-        return False
-    return (small.shape[0], large.shape[0]) == sizes and small.shape[1:] == large.shape[1:]
+        return 0
+    rows = small.shape[0] // sizes[0]
+    return rows if [(rows * n, *small.shape[1:]) for n in sizes] == [small.shape, large.shape] else 0
 
 
 def mentions_batch(arg: Any) -> bool:

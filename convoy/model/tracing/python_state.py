@@ -50,13 +50,9 @@ class Hidden(Exception):  # noqa: N818 - an answer, not an error
 
 
 def form_of(value: Any, within: tuple[int, ...] = ()) -> Any:
-    """Return a form of `value` for comparison. Two forms are equal exactly if the value, with all values in it, is unchanged.
+    """Return a form of `value`. Two forms are equal exactly if the value, with all values in it, is unchanged.
 
-    Args:
-        within: ids of the values that contain this one.
-
-    Raises:
-        Hidden: the value cannot be compared.
+    Raise Hidden if it cannot be compared. `within`: ids of the values that contain this one.
     """
     if isinstance(value, _PLAIN):
         return (type(value).__name__, repr(value) if isinstance(value, float | complex) else value)  # NaN equals itself
@@ -328,11 +324,8 @@ class _TorchDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def random_kept(*, of_torch: bool = True) -> Iterator[Callable[[], bool]]:
-    """Restore the random states of torch (CPU), Python and NumPy at the end. Yield a function: whether they were used.
-
-    Args:
-        of_torch: also report whether torch's generator was used.
-    """
+    """Restore the random states of torch (CPU), Python and NumPy at the end. Yield a function that returns whether they
+    were used (torch's: only if `of_torch`)."""
     own, numpy_own, torch_own = random.getstate(), np.random.get_state(), torch.get_rng_state()
     draws = _TorchDraws()
 
@@ -367,14 +360,12 @@ class StateWatch:
     Args:
         model: this device's copy, in the traced state.
         seen: paths of the modules that the trace enters.
-        modes: see `TracedModel.modes`.
     """
 
-    def __init__(self, model: nn.Module, seen: Sequence[str], modes: Mapping[str, bool]) -> None:
+    def __init__(self, model: nn.Module, seen: Sequence[str]) -> None:
         named = dict(model.named_modules())
         through = {path: named[path] for path in seen}
         state = State(through, named)
-        self._modes = [(path, named[path], training) for path, training in modes.items()]
         self._lengths = [(path, m, len(vars(m)), replaced_by_hand(m), path in through) for path, m in named.items()]
         self._submodules = [(path, m._modules, dict(m._modules)) for path, m in through.items()]
         rows: list[tuple[str, Any, str]] = [*state.attributes()]
@@ -387,13 +378,7 @@ class StateWatch:
         self._outside = [(name, get, _form(get())) for name, get in state.outside.items()]
 
     def check(self) -> None:
-        """Raise InputError if an attribute, a submodule or a mode has changed since the model was distributed."""
-        for path, module, training in self._modes:
-            if module.training != training:
-                raise InputError(
-                    f"module {path or 'the model itself'!r} was {'frozen' if training else 'thawed'} after distribute(): set "
-                    "module.eval() or train() before, and freeze it again after model.train(), as the original was"
-                )
+        """Raise InputError if an attribute or a submodule has changed since the trace."""
         for path, module, length, method, is_seen in self._lengths:
             if len(vars(module)) != length:
                 if (found := replaced_by_hand(module)) != method:
@@ -416,17 +401,12 @@ def _changed(name: str, *, outside: bool = False) -> InputError:
     path, _, key = name.rpartition(".")
     value = name if outside else f"{key!r} of module {path or 'the model itself'!r}"
     return InputError(
-        f"{value} changed after distribute(), which has read it: set it before, or distribute the model again"
+        f"{value} changed after distribute(), which read it: set it before, or distribute the model again"
     )
 
 
 def refuse_changes(layer: str, modules: Mapping[str, nn.Module], call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the call of a layer that one device computes for all, so that a change of Python state raises an error.
-
-    Args:
-        layer: the layer's name, for the message.
-        modules: path -> module, for all modules that the call runs.
-    """
+    """Wrap the call of a layer that one device computes for all: a change of Python state in its modules raises an error."""
     state = State(modules)
 
     def checked(*args: Any, **kwargs: Any) -> Any:

@@ -129,14 +129,6 @@ def _batch_norm(call: Call) -> Known | None:
     return Known("batch_norm", statistics=m.training or m.running_mean is None) if _plain(call) else None
 
 
-@_rule_for(nn.PReLU)
-def _prelu(call: Call) -> Known | None:
-    m: Any = call.module
-    if not _plain(call) or len(call.inputs[0]) < 2:
-        return None
-    return Known("parts", (Cut(1, call.inputs[0][1], (1,), {"weight": 0} if m.num_parameters > 1 else {}),))
-
-
 @_rule_for(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 def _instance_norm(call: Call) -> Known | None:
     m: Any = call.module
@@ -297,17 +289,6 @@ def _regrouped(x: Shape, y: Shape) -> Iterable[Cut]:
             yield Cut(second, parts, (first,))
 
 
-@_rule_for("pixel_shuffle", "pixel_unshuffle", "unfold", "fold", nn.PixelShuffle, nn.PixelUnshuffle, nn.Unfold, nn.Fold)
-def _blocks(call: Call) -> Known | None:
-    """Cut the channels of pixel shuffle and unfold, in which blocks of channels stay together and in order."""
-    x, y = call.inputs[0], call.output
-    axes = {"unfold": (4, 3), "fold": (3, 4)}.get(call.name, (4, 4))  # the method x.unfold(1, 3, 2) has other axes
-    if not is_alone(call) or (len(x), len(y)) != axes:
-        return None
-    parts = min(x[1], y[1])
-    return Known("parts", (Cut(1, parts, (1,)),)) if x[1] % parts == 0 and y[1] % parts == 0 else None
-
-
 @_rule_for("pad")
 def _pad(call: Call) -> Known | None:
     widths, x = call.argument(1, "pad"), call.inputs[0]
@@ -416,6 +397,7 @@ def _with_weight(call: Call) -> Known | None:
 
 
 _ALONE = SplitRule("entries")
+_CHANNELWISE = SplitRule("channels")
 _SOFTMAX = _along(1, "dim")
 
 FUNCTIONS.update(
@@ -427,9 +409,13 @@ FUNCTIONS.update(
         "normalize": _along(2, "dim", 1),
         "flip": _along(1, "dims"),
         "roll": _along(2, "dims"),
+        **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle", "fold"), _CHANNELWISE),
+        # The method x.unfold(1, 3, 2) has other axes.
+        "unfold": lambda call: _CHANNELWISE(call) if call.operation.call == "function" else None,
     }
 )
 MODULES.update(dict.fromkeys((nn.Softmax, nn.LogSoftmax, nn.Softmin), _SOFTMAX))
+MODULES.update(dict.fromkeys((nn.PReLU, nn.PixelShuffle, nn.PixelUnshuffle, nn.Unfold, nn.Fold), _CHANNELWISE))
 MODULES[nn.GroupNorm] = SplitRule("channels", groups="num_groups", attributes=("num_channels",))
 # torch's other modules have the names of the functions they call: AvgPool2d calls "avg_pool2d".
 _BY_NAME = {name.replace("_", ""): FUNCTIONS[name] for name in (*_ENTRIES, *_CHANNELS)}

@@ -57,15 +57,7 @@ class Nodes:
 
 
 class GivenUp(Exception):  # noqa: N818 - the next trace knows more
-    """The error if more submodules must stay whole. The caller then traces a new copy of the model, with these whole.
-
-    Attributes:
-        whole: path of each submodule -> the reason.
-    """
-
-    def __init__(self, whole: Mapping[str, str]) -> None:
-        super().__init__()
-        self.whole = whole
+    """The error if more submodules must stay whole, with their paths and reasons. The caller then traces a new copy."""
 
 
 def nodes_of(
@@ -79,23 +71,19 @@ def nodes_of(
         specs: shape and dtype of each tensor of the call. The trace is valid for these, and for its other arguments.
         leaves: path of a submodule to keep whole -> the reason.
 
-    Raises:
-        GivenUp: more submodules must stay whole.
-        Untraceable: torch.fx cannot follow the model's own forward.
+    Raise GivenUp if more submodules must stay whole, Untraceable if torch.fx cannot follow the model's own forward.
     """
     with TRACE_LOCK, torch.enable_grad():
         tracer = _Tracer(model, meta, leaves, call)
         tracer.inputs = dict(zip(call.names, specs, strict=True))
-        failed: Exception | None = None
         try:
             with random_kept(), tracer.following(model), _ConcreteTensors(model, tracer.sizes):
                 tracer.trace(model)
         except Exception as error:
-            failed = error
+            if not tracer.given_up:
+                raise Untraceable(_why(error)) from None
         if tracer.given_up:
             raise GivenUp(tracer.given_up)
-        if failed is not None:
-            raise Untraceable(_why(failed)) from None
     graph = tracer.graph
     # The executor counts a batch norm's batches, once per training step. So the forward must count exactly like this.
     counted = Counter(path for node in graph.nodes if (path := counted_norm(model, node)) is not None)
@@ -207,6 +195,7 @@ class _Tracer(fx.Tracer):
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, *args, **kwargs)
         # A trace has no `with` blocks, so record torch.no_grad() here, except for parameters: all their uses share a node.
+        node.meta["recomputed"] = _is_checkpointed()
         node.meta["no_grad"] = not torch.is_grad_enabled() and kind != "get_attr"
         stack = node.meta.get("nn_module_stack")
         node.meta["where"] = next(reversed(stack.values()))[0] if stack else ""
@@ -218,14 +207,12 @@ class _Tracer(fx.Tracer):
         return node
 
     def _refuse_surroundings(self, frame: Any) -> None:
-        """Refuse contexts that a trace would lose: autocast, checkpointing, saved-tensor hooks, autograd.Function."""
+        """Refuse contexts that a trace would lose: autocast, saved-tensor hooks, autograd.Function."""
         if _autocasts() > self._autocasts:
             raise Untraceable("its forward switches autocast on or off")
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            raise Untraceable("its forward is checkpointed, or has hooks on what autograd keeps")
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None and not _is_checkpointed():
+            raise Untraceable("its forward has hooks on what autograd keeps")
         while frame is not None and frame.f_code not in _BOUNDARIES:
-            if frame.f_code.co_filename == checkpoint.__file__:
-                raise Untraceable("its forward is checkpointed")
             if frame.f_code is _APPLY:
                 raise Untraceable("its forward calls an autograd.Function, which has its own backward")
             frame = frame.f_back
@@ -246,6 +233,12 @@ class _Tracer(fx.Tracer):
 
 _APPLY = inspect.unwrap(torch.autograd.Function.apply.__func__).__code__  # type: ignore[attr-defined]
 _BOUNDARIES = (_Tracer.call_module.__code__, nodes_of.__code__)
+
+
+def _is_checkpointed() -> bool:
+    """Return whether torch.utils.checkpoint (use_reentrant=False) computes calls made here again in backward."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__
 
 
 def _autocasts() -> int:

@@ -22,7 +22,7 @@ from convoy.model.operation import Operation, call_operation
 from convoy.model.tracing.copies import release, shared_copy, written
 from convoy.model.tracing.python_state import REGISTERED, State, changed, random_kept
 
-_PARTS = ((2, 3), (1, 4))
+_PARTS = ([2, 3], [1, 4])
 """Numbers of samples in the parts of a batch of five, which is computed at once and in these parts."""
 _WHOLE = ", so it runs whole on one device"
 _RANDOM_FUNCTIONS = {
@@ -41,19 +41,15 @@ class TrialInputs:
         batched: per input, whether it has a batch axis.
         samples: number of samples for user code.
         registered: whether the layer's class was registered.
-        own: whether `like` is the user's example, which is used unchanged.
     """
 
     like: Sequence[Tensor]
     batched: Sequence[bool]
     samples: int = 2
     registered: bool = False
-    own: bool = False
 
     def random(self, samples: int, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Return random inputs; floating-point ones have `dtype` if given."""
-        if self.own:
-            return [t.detach().cpu().clone() for t in self.like]
         own = torch.Generator().manual_seed(samples)
         made = [random_like(t, own, samples if b else None) for t, b in zip(self.like, self.batched, strict=True)]
         return [t.to(dtype) if dtype is not None and is_floating(t) else t for t in made]
@@ -100,7 +96,7 @@ def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module
         draws, names = drawn() or bool(state.names & _RANDOM_FUNCTIONS), changed(before, state.forms())
         known = {id(b) for b in buffers}
         writes = wrote() or any(id(b) not in known for m in modules.values() for b in m.buffers(recurse=False))
-        _refuse_unregistered(outputs, [*given, *parameters, *buffers])
+        refuse_unregistered(outputs, [*given, *parameters, *buffers])
         if any(x._version == 0 and not torch.equal(x, t) for t, x in zip(given, copies, strict=True)):
             raise InputError(
                 f"the forward of {', '.join(operation.modules) or operation.target} changes its input through .data, which "
@@ -118,7 +114,7 @@ def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module
     return Observation(repr(names[0]) if names else "", hidden, draws, writes, no_gradient_to)
 
 
-def _refuse_unregistered(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+def refuse_unregistered(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
     """Refuse outputs whose gradient reaches an unknown parameter, which only one device or none would train."""
     leaves, found = {id(t) for t in known}, set[Any]()
     waiting: set[Any] = {y.grad_fn for y in outputs} - {None}
@@ -237,13 +233,10 @@ def _compared(model: nn.Module, operation: Operation, inputs: TrialInputs, dtype
         return SampleUse(f"it overwrites its input{_WHOLE}", overwrites=True)
     depends = SampleUse(f"a sample's answer depends on the others{_WHOLE}")
     for parts in _PARTS:
-        start = 0
-        for samples in parts:
-            rows = slice(start, start + samples)
-            some = called([t[rows] if b else t for t, b in zip(batch, inputs.batched, strict=True)], samples)
-            if not equal([t[rows] for t in together], some):
+        for i, samples in enumerate(parts):
+            some = [torch.split(t, parts)[i] if b else t for t, b in zip(batch, inputs.batched, strict=True)]
+            if not equal([torch.split(t, parts)[i] for t in together], called(some, samples)):
                 return depends
-            start += samples
     # Even NaN or infinity in one sample must not change the others. Registered user code may refuse such numbers.
     for odd in () if inputs.registered else (float("nan"), float("inf"), float("-inf")):
         poisoned = [t.clone() for t in batch]
@@ -255,88 +248,70 @@ def _compared(model: nn.Module, operation: Operation, inputs: TrialInputs, dtype
     return SampleUse()
 
 
-def has_dropout(module: nn.Module) -> bool:
+def has_dropout(module: nn.Module | None) -> bool:
     """Return whether a module contains dropout that is active in its current mode (`StateWatch` refuses later changes)."""
-    return any("Dropout" in type(m).__name__ and m.training and getattr(m, "p", 1.0) != 0 for m in module.modules())
+    return module is not None and any(
+        "Dropout" in type(m).__name__ and m.training and getattr(m, "p", 1.0) != 0 for m in module.modules()
+    )
 
 
 def check_cuts(
     model: nn.Module, layer: Layer, operation: Operation, inputs: TrialInputs, like: type[nn.Module] | None = None
 ) -> None:
-    """Check that a registered layer computes the same in shards as a whole.
-
-    Args:
-        model: a model with weights, which stays unchanged.
-        like: the class given to `register_layer(like=...)`, if any.
-
-    Raises:
-        InputError: the outputs or the buffers differ.
-    """
+    """Raise InputError unless a registered layer computes the same in shards as a whole, and as the class `like` does."""
     if any(p.is_meta for p in model.parameters()):
         return
     cuts = layer.cuts
     if layer.kind == "elementwise":
         cuts = tuple(Cut(axis, extent, (axis,)) for axis, extent in enumerate(layer.shape, 1))
-    local = shared_copy(model)
-    module = local.get_submodule(str(operation.target)) if operation.call == "module" else nn.Module()
+    local, of_module = shared_copy(model), operation.call == "module"
+    module = local.get_submodule(str(operation.target)) if of_module else nn.Module()
     if layer.random:
         module.eval()  # dropout would hide differences
-    module.double()
-    before = copy.deepcopy(module.state_dict())
-    what = type(module).__name__ if operation.call == "module" else layer.name
+    before = copy.deepcopy(module.double().state_dict())
 
-    def wrong(how: str) -> InputError:
-        return InputError(
-            f"layer {layer.name!r}: {what} was registered with register_layer, but {how}: correct the axes, groups, parameters "
-            "and attributes given there, or do not register it"
-        )
+    def check(same: bool, how: str) -> None:
+        if not same:
+            raise InputError(
+                f"layer {layer.name!r}: {type(module).__name__ if of_module else layer.name} was registered with "
+                f"register_layer, but {how}: correct the axes, groups, parameters and attributes given there, or do not "
+                "register it"
+            )
 
-    def set_state(state: dict[str, Tensor]) -> None:
-        for key, tensor in state.items():
-            path, _, name = key.rpartition(".")
-            holder, own = module.get_submodule(path), tensor.clone()
-            setattr(holder, name, nn.Parameter(own, requires_grad=False) if name in holder._parameters else own)
+    def call(cut: Cut | None = None, start: int = 0, stop: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the layer, or a shard of it. Return the output, and the buffers after the call."""
 
-    def call(given: Sequence[Tensor], shards: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        set_state({**before, **shards})
-        y = call_operation(local, operation, given, len(given[0]))
-        return y, {key: b.clone() for key, b in module.named_buffers()}
-
-    def call_shard(cut: Cut, start: int, stop: int) -> tuple[Tensor, dict[str, Tensor]]:
         def shard(t: Tensor, axis: int | None) -> Tensor:
-            if axis is None:
-                return t
-            entries = t.shape[axis] // cut.parts
-            return t.narrow(axis, start * entries, (stop - start) * entries).clone()
+            entries = t.shape[axis] // cut.parts if cut is not None and axis is not None else 0
+            return t.narrow(axis or 0, start * entries, (stop - start) * entries).clone() if entries else t.clone()
 
-        inputs = [shard(t, axis) for t, axis in zip(given, cut.inputs, strict=True)]
-        try:
-            return call(inputs, {key: shard(before[key], axis) for key, axis in cut.parameters.items()})
-        except Exception as error:
-            raise wrong(f"it does not run in parts of axis {cut.axis} ({first_line(error)})") from error
-
-    def compare(expected: Tensor, found: Tensor, where: str) -> None:
-        if not is_close(expected, found):
-            raise wrong(f"it gives other numbers {where} than as a whole")
+        for key, tensor in before.items():
+            path, _, name = key.rpartition(".")
+            holder, own = module.get_submodule(path), shard(tensor, cut.parameters.get(key) if cut else None)
+            setattr(holder, name, nn.Parameter(own, requires_grad=False) if name in holder._parameters else own)
+        own_inputs = [shard(t, axis) for t, axis in zip(given, cut.inputs if cut else [None] * len(given), strict=True)]
+        y = call_operation(local, operation, own_inputs, len(given[0]))
+        return y, {key: b.clone() for key, b in module.named_buffers()}
 
     with random_kept(), torch.no_grad():
         given = inputs.random(2, torch.float64)
-        whole, buffers = call(given, {})
-        if like is not None:
-            set_state(before)
-            compare(whole, like.forward(module, *given), f"as {like.__name__} computes it")
-        for cut in cuts:
-            if cut.parts < 2:
-                continue
+        expected = [] if like is None else [like.forward(module, *(t.clone() for t in given))]
+        whole, buffers = call()
+        check(
+            all(is_close(whole, y) for y in expected), f"it gives other numbers as {like and like.__name__} computes it"
+        )
+        for cut in (cut for cut in cuts if cut.parts > 1):
             middle = (cut.parts + 1) // 2
-            halves = [call_shard(cut, 0, middle), call_shard(cut, middle, cut.parts)]
-            where = f"in parts of axis {cut.axis}"
-            compare(whole, torch.cat([y for y, _ in halves], cut.axis), where)
+            try:
+                halves = [call(cut, 0, middle), call(cut, middle, cut.parts)]
+            except Exception as error:
+                check(False, f"it does not run in parts of axis {cut.axis} ({first_line(error)})")
+            how = f"it gives other numbers in parts of axis {cut.axis}"
+            check(is_close(whole, torch.cat([y for y, _ in halves], cut.axis)), how)
             for key, value in buffers.items():
-                shards = [each[key] for _, each in halves]
-                axis = cut.parameters.get(key)
+                shards, axis = [each[key] for _, each in halves], cut.parameters.get(key)
                 for found in shards if axis is None else [torch.cat(shards, axis)]:
-                    compare(value, found, f"{where}, in its buffer {key!r}")
+                    check(is_close(value, found), f"{how}, in its buffer {key!r}")
 
 
 def run_on_random(module: nn.Module, args: Any, kwargs: Any) -> Any:

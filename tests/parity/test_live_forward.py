@@ -1,0 +1,131 @@
+"""Models whose own forward cannot be traced: it runs on every device, and submodules that can be traced are split."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from convoy.comm.group import Group
+from convoy.model.tracing import trace
+from convoy.plan.presets import Speeds, named_plan
+from convoy.runtime.module import Distributed
+from tests.support.beside_one import tensors_in
+from tests.support.loops import conv
+from tests.support.one_device import one_trace
+from tests.support.slow import most_slow
+from tests.support.threads import run_on_threads
+
+SIZES = ((12, 8), (9, 16))
+
+
+class Detector(nn.Module):
+    """Like those of torchvision: lists of images and targets in; losses out in training, a list of results in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(conv(3, 6), conv(6, 8, 2))
+        self.head = nn.Sequential(conv(8, 8), nn.Conv2d(8, 4, 1))
+        self.box = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+        self.calls, self.error = 0, 0.0
+
+    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Any:
+        self.calls += 1
+        side = [max(x.shape[axis] for x in images) for axis in (1, 2)]
+        features = self.backbone(
+            torch.stack([F.pad(x, (0, side[1] - x.shape[2], 0, side[0] - x.shape[1])) for x in images])
+        )
+        scores = self.head(features)
+        if not self.training:
+            return [{"scores": row[row > 0], "side": tuple(row.shape)} for row in scores]
+        chosen = [features[i, :, y, x] for i, t in enumerate(targets) for y, x in t["at"].tolist()]
+        boxes = self.box(torch.stack(chosen)) * (1 + self.error)
+        return {"box": (boxes - torch.cat([t["box"] for t in targets])).abs().mean(), "scores": scores.square().mean()}
+
+
+def batches() -> list[tuple[list[Tensor], list[dict[str, Tensor]]]]:
+    own = torch.Generator().manual_seed(0)
+
+    def batch(number: int) -> Any:
+        sizes = [SIZES[(number + i) % 2 if number % 3 else 0] for i in range(5)]  # other sizes after padding
+        images = [torch.randn(3, *size, generator=own, dtype=torch.float64) for size in sizes]
+        rows = [1 + (number + i) % 3 for i in range(5)]
+        return images, [
+            {"at": torch.randint(0, 4, (n, 2), generator=own), "box": torch.randn(n, 4, generator=own).double()}
+            for n in rows
+        ]
+
+    return [batch(number) for number in range(6)]
+
+
+def train(here: nn.Module, inner: nn.Module) -> list[Tensor]:
+    optimizer, found = torch.optim.AdamW(here.parameters(), lr=0.01, eps=1e-3), []
+    for images, targets in batches():
+        optimizer.zero_grad()
+        loss = torch.stack([*here(images, targets).values()]).sum()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    assert inner.calls == len(batches())
+    with torch.no_grad():
+        return found + tensors_in(here.eval()(*batches()[0]))
+
+
+def plan_of(name: str, model: nn.Module) -> Any:
+    return named_plan(name, trace(model, batches()[0]).graph, 5, Speeds((3.0, 0.0, 2.0)))
+
+
+@pytest.mark.parametrize("plan", most_slow(2, ("data-by-speed", "hybrid", "model", "sharded")))
+def test_a_detector_trains_like_on_one_device(plan: str) -> None:
+    torch.manual_seed(0)
+    model = Detector().double()
+    reference = copy.deepcopy(model)
+    expected = [*train(reference, reference), *reference.state_dict().values()]
+
+    def work(group: Group) -> float:
+        here = Distributed(model, plan_of(plan, model), group, batches()[0])
+        found = [*train(here, here.module), *here.full_state_dict().values()]
+        return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True) if a.numel())
+
+    with one_trace():
+        assert max(run_on_threads(3, work)) < 1e-10
+
+
+def test_devices_that_round_differently_keep_the_same_weights() -> None:
+    model = Detector().double()
+    chosen = plan_of("data-by-speed", model)
+
+    def work(group: Group) -> list[Tensor]:
+        here = Distributed(model, chosen, group, batches()[0])
+        here.module.error = 1e-9 * group.device
+        train(here, here.module)
+        return [t.detach() for t in (*here.module.box.parameters(), *here.module.box.buffers())]
+
+    first, *others = run_on_threads(3, work)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def test_micro_batches_of_a_detector_add_up() -> None:
+    model = Detector().double()
+    chosen, reference = plan_of("data-by-speed", model), copy.deepcopy(model)
+    for images, targets in batches()[:2]:
+        sum(reference(images, targets).values()).backward()
+
+    def work(group: Group) -> float:
+        here = Distributed(model, chosen, group, batches()[0])
+        with here.no_sync():
+            sum(here(*batches()[0]).values()).backward()
+        sum(here(*batches()[1]).values()).backward()
+        pairs = [(here.gather(key, p.grad), reference.get_parameter(key).grad) for key, p in here.named_parameters()]  # type: ignore[arg-type]
+        return max(float((a - b).abs().max()) for a, b in pairs)  # type: ignore[operator]
+
+    assert max(run_on_threads(3, work)) < 1e-12
+
+
+def test_what_runs_on_every_device_is_reported() -> None:
+    traced = trace(Detector().double(), batches()[0])
+    assert [part.path for part in traced.live or ()] == ["backbone", "head"]
+    assert traced.note.startswith("the forward of Detector runs on every device (")
+    assert traced.note.endswith("; split: backbone, head")
