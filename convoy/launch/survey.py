@@ -135,12 +135,11 @@ def wake(hosts: Sequence[Host]) -> None:
 def send_magic_packet(mac: str) -> None:
     """Send a Wake-on-LAN packet to this hardware address, on all networks of this machine."""
     packet = b"\xff" * 6 + 16 * bytes.fromhex(re.sub("[:-]", "", mac))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
-        sender.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
-        for row in (row for rows in psutil.net_if_addrs().values() for row in rows):
-            if row.family == socket.AF_INET and row.broadcast is not None:
-                with suppress(OSError):  # the interface is down
-                    sender.sendto(packet, (row.broadcast, 9))
+    for row in (row for rows in psutil.net_if_addrs().values() for row in rows if row.family == socket.AF_INET):
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:  # the interface may be down
+            sender.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+            sender.bind((row.address, 0))  # selects the interface
+            sender.sendto(packet, ("255.255.255.255", 9))
 
 
 def latency_to(server: tuple[str, int]) -> float | None:
