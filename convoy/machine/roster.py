@@ -32,8 +32,8 @@ class JobProcess:
     device: int  # its id in the job
     kind: str  # the torch device
     members: tuple[int, ...] = ()  # ids of all training devices; empty until it accepts requests between steps
-    step_s: float = 0.0  # its longest step, if longer than some seconds
     run: str = ""  # the run's folder; empty if the run is not logged, or its folder not known yet
+    step_s: float = 0.0  # its longest step, if longer than some seconds
 
     def is_named(self, name: str) -> bool:
         return name in (self.job, self.run, Path(self.run).name) or (
