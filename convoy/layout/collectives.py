@@ -21,6 +21,8 @@ from convoy.layout.layout import (
     Replicated,
     Shape,
     Split,
+    Tiles,
+    Windows,
     box,
     entries,
     holders,
@@ -175,6 +177,7 @@ def _keeper(device: int, devices: tuple[int, ...]) -> int:
 
 def _direct(src: Layout, dst: Layout, shape: Shape) -> Iterable[Transfer]:
     full = whole(shape)
+    assert not isinstance(src, Windows) or src.sums, "only gradients leave windows"
     if isinstance(dst, Partial):
         yield from _onto_sum(src, dst, shape)
         return
@@ -189,11 +192,11 @@ def _direct(src: Layout, dst: Layout, shape: Shape) -> Iterable[Transfer]:
                 yield Transfer(_keeper(receiver, devices), receiver, wanted)
             case OnOne(owner):
                 yield Transfer(owner, receiver, wanted)
-            case Split():
+            case Split() | Tiles() | Windows():
                 for sender in holders(src):
                     common = intersection(box(src, sender, shape) or full, wanted)
                     if common is not None:
-                        yield Transfer(sender, receiver, common)
+                        yield Transfer(sender, receiver, common, adds=isinstance(src, Windows))
 
 
 def _onto_sum(src: Layout, dst: Partial, shape: Shape) -> Iterable[Transfer]:
@@ -206,7 +209,7 @@ def _onto_sum(src: Layout, dst: Partial, shape: Shape) -> Iterable[Transfer]:
         case Partial(devices):
             for sender in devices:
                 yield Transfer(sender, _keeper(sender, dst.devices), whole(shape), adds=True)
-        case Split() | OnOne():
+        case Split() | OnOne() | Tiles() | Windows():
             for sender in holders(src):
                 held = box(src, sender, shape)
                 assert held is not None

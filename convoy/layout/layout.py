@@ -57,7 +57,39 @@ class Partial:
         return f"sum({','.join(map(str, self.devices))})"
 
 
-Layout = Split | Replicated | OnOne | Partial
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Disjoint boxes that cover the tensor, one per device; None: the device holds nothing."""
+
+    boxes: tuple[Box | None, ...]
+
+    def __str__(self) -> str:
+        return f"tiles({_text(self.boxes)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Boxes that may overlap or leave entries out, one per device: what a convolution reads for tiles of its output.
+
+    Attributes:
+        sums: the layout of the gradient: an entry is the sum of its values in all boxes that contain it.
+    """
+
+    boxes: tuple[Box | None, ...]
+    sums: bool = False
+
+    def __str__(self) -> str:
+        return f"{'sums' if self.sums else 'windows'}({_text(self.boxes)})"
+
+
+def _text(boxes: Sequence[Box | None]) -> str:
+    """Return boxes as text, without the axes that are the same for all of them."""
+    held = [b for b in boxes if b is not None]
+    axes = [axis for axis, spans in enumerate(zip(*held, strict=True)) if len(set(spans)) > 1]
+    return ", ".join("-" if b is None else " ".join(f"{b[a][0]}:{b[a][1]}" for a in axes) for b in boxes)
+
+
+Layout = Split | Replicated | OnOne | Partial | Tiles | Windows
 
 
 def everywhere(devices: int) -> Replicated:
@@ -82,6 +114,8 @@ def box(layout: Layout, device: int, shape: Shape) -> Box | None:
             return whole(shape) if device in devices else None
         case OnOne(owner):
             return whole(shape) if device == owner else None
+        case Tiles(boxes) | Windows(boxes):
+            return boxes[device]
 
 
 def local_shape(layout: Layout, device: int, shape: Shape) -> Shape:
@@ -102,11 +136,13 @@ def holders(layout: Layout) -> tuple[int, ...]:
             return devices
         case OnOne(device):
             return (device,)
+        case Tiles(boxes) | Windows(boxes):
+            return tuple(device for device, held in enumerate(boxes) if held is not None)
 
 
 def single(layout: Layout) -> bool:
     """Return whether no two devices hold the same entries."""
-    return isinstance(layout, Split) or len(holders(layout)) == 1
+    return isinstance(layout, Split | Tiles) or len(holders(layout)) == 1
 
 
 def holds(layout: Layout, device: int) -> bool:
@@ -114,6 +150,8 @@ def holds(layout: Layout, device: int) -> bool:
     # Planning calls this a million times, and `match` takes twice as long.
     if isinstance(layout, Split):
         return layout.shares[device] > 0
+    if isinstance(layout, Tiles | Windows):
+        return layout.boxes[device] is not None
     return layout.device == device if isinstance(layout, OnOne) else device in layout.devices
 
 
@@ -122,6 +160,9 @@ def held_entries(layout: Layout, device: int, shape: Shape) -> int:
     match layout:
         case Split(axis, shares):
             return math.prod(shape[:axis]) * shares[device] * math.prod(shape[axis + 1 :])
+        case Tiles(boxes) | Windows(boxes):
+            held = boxes[device]
+            return 0 if held is None else entries(held)
         case _:
             return math.prod(shape) if holds(layout, device) else 0
 
@@ -129,14 +170,17 @@ def held_entries(layout: Layout, device: int, shape: Shape) -> int:
 def dual(layout: Layout) -> Layout:
     """Return the layout of the gradient of a tensor in `layout`.
 
-    Each copy of a tensor gets a part of the gradient's sum, so the gradient of copies is a pending sum. All partial sums of a
-    tensor have the same gradient, so it is replicated. The gradient of a split tensor, or on one device, has the same layout.
+    Each copy of a tensor gets a part of the gradient's sum, so the gradient of copies is a pending sum, and so is that of
+    windows where they overlap. All partial sums of a tensor have the same gradient, so it is replicated. The gradient of a
+    split tensor, or on one device, has the same layout.
     """
     match layout:
         case Replicated(devices):
             return Partial(devices)
         case Partial(devices):
             return Replicated(devices)
+        case Windows(boxes, sums):
+            return Windows(boxes, not sums)
         case _:
             return layout
 
@@ -155,3 +199,10 @@ def entries(b: Box) -> int:
 def covers(boxes: Sequence[Box], wanted: Box) -> bool:
     """Return whether disjoint boxes inside `wanted` cover all of it."""
     return list(boxes) == [wanted] or (len(boxes) > 1 and 0 < entries(wanted) == sum(map(entries, boxes)))
+
+
+def is_tiling(boxes: Sequence[Box | None], shape: Shape) -> bool:
+    """Return whether boxes are disjoint and cover a tensor of this shape."""
+    held = [b for b in boxes if b is not None]
+    apart = all(intersection(a, b) is None for i, a in enumerate(held) for b in held[:i])
+    return apart and sum(map(entries, held)) == math.prod(shape)

@@ -165,7 +165,7 @@ def _sizes(steps: StepList, graph: Graph, costs: Costs, device: int, alike: Mapp
         layer = graph[step.layer]
         whole = local_size(step, layer, device)
         # Shared statistics depend on samples only, and the grid interpolates those.
-        if whole is None or not whole.samples or whole.shares_statistics:
+        if whole is None or not whole.samples or whole.shares_statistics or whole.tile < 1.0:
             continue
         unit = granule(graph, layer)
         if whole.outputs < whole_size(layer, 1).outputs and (unit is None or whole.outputs % unit):

@@ -14,6 +14,7 @@ from typing import Literal
 
 from convoy.errors import InputError
 from convoy.layout.layout import Layout, OnOne, Shape
+from convoy.model.windows import Window
 
 Kind = Literal[
     "input",  # the images
@@ -77,6 +78,8 @@ class Layer:
         batched: whether the output has a batch axis; a bare parameter has none and is on every device.
         parameters: parameters and buffers, by key relative to the layer ("weight", "bias", "running_mean").
         cuts: the possible cuts, for kinds that do not determine them ("parts", "filters").
+        normalised: groups of entries that a group or instance norm normalises in each sample; 0: it is none.
+        windows: for convolutions, pooling and resizing, what each axis after the channels reads of the input's axis.
         axis: the axis of `cat`; the batch is axis 0. 2: a batch norm whose rows have an axis of their own, before channels.
         per_sample: whether samples are independent. If not, or without a batch axis, the layer runs on one device.
         several: whether the output is several tensors; then only `pick` reads it.
@@ -120,6 +123,8 @@ class Layer:
     no_gradient_to: tuple[int, ...] = ()
     input_entries: int = 0
     cuts: tuple[Cut, ...] = ()
+    normalised: int = 0
+    windows: tuple[Window, ...] = ()
 
     def batch_shape(self, batch: int) -> Shape:
         """Return the shape of the output for a global batch."""
@@ -265,8 +270,15 @@ class Graph:
         for row, layer in zip(rows, self.layers.values(), strict=True):
             row["shared"] = any(uses[p.key] > 1 for p in layer.parameters.values())  # hooks may be added after planning
             # A plan is valid in any precision; the other fields are derived, or irrelevant to a plan.
-            for name in ("reason", "dtype", "input_entries", "changes_state", "recomputed", "no_gradient_to"):
+            for name in (
+                "reason", "dtype", "input_entries", "changes_state", "recomputed", "no_gradient_to", "windows", "normalised"
+            ):  # fmt: skip
                 del row[name]
+            # Existing plan files have fingerprints with the older name, and without empty fields.
+            row["each"] = row.pop("called_everywhere")
+            for name in ("each", "cuts"):
+                if not row[name]:
+                    del row[name]
             if row["kind"] == "opaque":
                 # Data-dependent branches may run other operations with another device's weights.
                 row["flop"] = 0

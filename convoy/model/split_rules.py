@@ -14,6 +14,7 @@ from convoy.errors import InputError
 from convoy.layout.layout import Shape
 from convoy.model.graph import Cut, Kind
 from convoy.model.operation import Operation, PartExtent, Ref
+from convoy.model.windows import Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Known:
     """The kind of a call, and its possible cuts.
 
     Attributes:
-        kind, groups, axis, statistics, cuts: as in `convoy.model.graph.Layer`.
+        kind, groups, axis, statistics, cuts, windows, normalised: as in `convoy.model.graph.Layer`.
         operation: replaces the traced operation by one with numbers that depend on the shard; None: no replacement.
         trusted: if False, tracing compares the results of two shards with those of the whole layer.
         like: the module class given to `register_layer(like=...)`.
@@ -74,6 +75,8 @@ class Known:
     trusted: bool = True
     like: type[nn.Module] | None = None
     whole_batch: str = ""
+    windows: tuple[Window, ...] = ()
+    normalised: int = 0
 
 
 Rule = Callable[[Call], Known | None]

@@ -12,10 +12,11 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import cast
 
 from convoy.errors import PlanError
 from convoy.layout.collectives import chunks
-from convoy.layout.layout import Layout, dual, entries, held_entries, holds, local_shape
+from convoy.layout.layout import Box, Layout, Tiles, box, dual, entries, held_entries, holds, local_shape
 from convoy.model.graph import Graph
 from convoy.plan import device_program as ops
 from convoy.plan import exchange_program as exchange
@@ -353,7 +354,13 @@ class _Compiler:
         norm = step.layer in self.norms
         if step.phase == "forward":
             reads = (*(value.key for value in step.reads), *([f"{step.layer} norm"] if norm else []))
-            return ops.Compute(step.id, "forward", step.layer, reads, (step.writes.key,), step.wants, size=size)
+            tile = None
+            if isinstance(step.writes.layout, Tiles) and self.graph[step.layer].windows:
+                boxes = (box(value.layout, self.device, value.shape) for value in (step.writes, step.reads[0]))
+                tile = cast(tuple[Box, Box], tuple(boxes))
+            return ops.Compute(
+                step.id, "forward", step.layer, reads, (step.writes.key,), step.wants, size=size, tile=tile
+            )
         sums = [f"{GRADIENT}{step.layer} row", f"{GRADIENT}{step.layer} rows"] if norm else []
         gives = tuple(
             self._gradient(value.key, step.id) if wanted and step.part != "weight" else ""

@@ -14,7 +14,7 @@ from convoy.layout.shares import Shares, apportion, rescale
 from convoy.model.graph import Graph, Layer
 from convoy.plan.placing import own_strategy, placements
 from convoy.plan.plan import Plan
-from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Sharding, Strategy
+from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Sharding, Spatial, Strategy
 
 PROPORTIONS = 1000
 """Smallest sum of a sharding's proportions after an adjustment to speeds."""
@@ -176,6 +176,8 @@ def plan_for(plan: Plan, graph: Graph, devices: Sequence[int | None], speeds: Se
                 layer = graph[name]
                 grouped = layer.weighted and layer.groups > 1
                 return Filter(shares(old, layer.channels_out // layer.groups if grouped else 1))
+            case Spatial(old, axes):
+                return Spatial(shares(old), axes[-1:])
         return replace(strategy, shares=shares(strategy.shares))
 
     otherwise = of("", plan.otherwise)

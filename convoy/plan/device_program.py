@@ -12,6 +12,7 @@ the other: `BeginSum` starts a sum, `TakeSum` waits for that start, `EndSum` mar
 waits for the result.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -19,7 +20,7 @@ from typing import Any
 
 from convoy.layout.collectives import chunks
 from convoy.layout.comm_dtype import narrow_itemsize
-from convoy.layout.layout import Box, Layout, Shape, Split, holders, holds
+from convoy.layout.layout import Box, Layout, Shape, Split, Tiles, entries, holders, holds
 from convoy.layout.shares import Shares
 from convoy.model.graph import Layer
 from convoy.plan.steps import ComputeStep, MicroBatch, Phase
@@ -43,13 +44,15 @@ class LocalSize:
     Attributes:
         outputs: filters or features to compute; all of them if the layer is not split by filter.
         inputs: input channels or features to sum over; all of them if the layer is not split by channel.
-        shares_statistics: the layer is a batch norm that exchanges its sums with other devices (`runtime/batch_norm.py`).
+        tile: fraction of each image that is computed, if devices compute tiles of images.
+        shares_statistics: the layer is a norm that exchanges its sums with other devices (`runtime/batch_norm.py`).
     """
 
     samples: int
     outputs: int
     inputs: int
     shares_statistics: bool = False
+    tile: float = 1.0
 
 
 def whole_size(layer: Layer, samples: int) -> LocalSize:
@@ -66,11 +69,22 @@ def local_size(step: ComputeStep, layer: Layer, device: int) -> LocalSize | None
     samples, inputs = step.writes.shape[0], layer.extents[1]
     if isinstance(gives, Split) and gives.axis == 0:
         samples = gives.shares[device]
+    if isinstance(gives, Tiles):
+        return tile_size(layer, gives, device)
     if layer.sums_channels:
         takes = step.reads[0].layout
         if isinstance(takes, Split) and takes.axis == layer.feature_axis:
             inputs = takes.shares[device] or inputs
     return LocalSize(samples, part_of_outputs(layer, gives, device), inputs, shares_statistics(layer, gives))
+
+
+def tile_size(layer: Layer, layout: Tiles, device: int) -> LocalSize:
+    """Return the size of a device's tile of a layer's output; all zero if it has none."""
+    tile, (outputs, inputs) = layout.boxes[device], layer.extents
+    if tile is None:
+        return LocalSize(0, outputs, inputs)
+    part = entries(tile[1:]) / max(1, math.prod(layer.shape))
+    return LocalSize(tile[0][1] - tile[0][0], outputs, inputs, shares_statistics(layer, layout), part)
 
 
 def part_of_outputs(layer: Layer, layout: Layout, device: int) -> int:
@@ -82,8 +96,15 @@ def part_of_outputs(layer: Layer, layout: Layout, device: int) -> int:
 
 
 def shares_statistics(layer: Layer, layout: Layout) -> bool:
-    """Return whether a layer is a batch norm with its batch split over several devices."""
-    return layer.statistics and isinstance(layout, Split) and layout.axis == 0 and len(holders(layout)) > 1
+    """Return whether a layer is a norm over entries that several devices hold."""
+    return exchanges_statistics(layer, layout) and len(holders(layout)) > 1
+
+
+def exchanges_statistics(layer: Layer, layout: Layout) -> bool:
+    """Return whether a layer is a norm whose entries may be on several devices: samples of a channel, or parts of an image."""
+    if isinstance(layout, Tiles):
+        return layer.statistics or layer.normalised > 0
+    return layer.statistics and isinstance(layout, Split) and layout.axis == 0
 
 
 def flop(layer: Layer, size: LocalSize) -> float:
@@ -91,7 +112,7 @@ def flop(layer: Layer, size: LocalSize) -> float:
     if not layer.flop:  # such a layer may have no outputs either
         return 0.0
     outputs, inputs = layer.extents
-    return layer.flop * size.samples * (size.outputs / outputs) * (size.inputs / inputs)
+    return layer.flop * size.samples * size.tile * (size.outputs / outputs) * (size.inputs / inputs)
 
 
 def sizes_in_chunks(size: LocalSize, count: int) -> list[LocalSize]:
@@ -125,6 +146,7 @@ class Compute:
             the exchange of a batch norm's sums.
         last: in backward, whether the layer's saved tensors can then be freed.
         rows: in forward, the rows of the input that have arrived, if the input arrives in chunks.
+        tile: in forward, the tile of the output that this device computes, and the window of the input that it reads.
     """
 
     step: int
@@ -137,6 +159,7 @@ class Compute:
     last: bool = True
     size: LocalSize = LocalSize(0, 0, 0)
     rows: tuple[int, int] | None = None
+    tile: tuple[Box, Box] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from convoy.layout.collectives import Round, Schedule, Transfer, forget_schedules
 from convoy.layout.comm_dtype import CommDtype, rounds_own_copy
-from convoy.layout.layout import Box, Layout, Partial, Replicated, Shape, box, covers, entries, local_shape
+from convoy.layout.layout import Box, Layout, Partial, Replicated, Shape, Windows, box, covers, entries, local_shape
 from convoy.layout.shares import ranges
 from convoy.plan import device_program as ops
 from convoy.plan.device_program import Operation, Part, PlannedMessage
@@ -134,7 +134,8 @@ class _DirectMove:
             keeps = []
         elif wanted is not None:
             # Start with zeros if only a part of the box is written: a pending sum, or a box without a sender.
-            zeros = isinstance(self.move.dst, Partial) or any(t.adds for t in transfers if t.receiver == self.device)
+            zeros = isinstance(self.move.dst, Partial) or isinstance(self.move.src, Windows)
+            zeros = zeros or any(t.adds for t in transfers if t.receiver == self.device)
             self.begin.append(ops.Make(step, result, _extent(wanted), zeros=zeros, result=True))
         for number, each in enumerate(rounds):
             self._round(number, each, bool(keeps))

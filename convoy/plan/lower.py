@@ -13,6 +13,7 @@ from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split, ever
 from convoy.layout.shares import Shares, rescale
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.plan import steps as st
+from convoy.plan.device_program import exchanges_statistics
 from convoy.plan.placing import kept_layouts, placements, used_layouts
 from convoy.plan.plan import Plan
 from convoy.plan.steps import ComputeStep, InputGradient, MicroBatch, Move, Phase, Step, StepList, SumGradients, Value
@@ -263,13 +264,14 @@ class _Lowering:
         return self._add(st.GatherStatistics(self._id, phase, names, reads, sizes, members, after))
 
     def _statistics(self, layer: Layer) -> tuple[int, tuple[int, ...]] | None:
-        """Return (entries sent per device, members) of a batch norm over several devices; None for any other layer."""
+        """Return (entries sent per device, members) of a norm over several devices; None for any other layer."""
         gives = self.placed[layer.name].gives
-        if not layer.statistics or not isinstance(gives, Split) or gives.axis != 0:
+        if not exchanges_statistics(layer, gives):
             return None
         # Use the plan's batch: a device without samples in this (smaller) batch still updates its running statistics.
         members = parameter_holders(layer, self.nominal[layer.name].gives, self.plan.devices)
-        return (2 * layer.shape[layer.axis // 2], members) if len(members) > 1 else None
+        groups = layer.normalised * self.batch or layer.shape[layer.axis // 2]
+        return (2 * groups, members) if len(members) > 1 else None
 
     def _version(self, name: str, layout: Layout, chunks: int = 1) -> Value:
         """Return a layer's output in a layout. Add the move when the layout is first used."""

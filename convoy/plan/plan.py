@@ -16,7 +16,7 @@ from convoy.layout.collectives import SUMS, Reduce
 from convoy.layout.comm_dtype import COMM_DTYPES, CommDtype
 from convoy.model.graph import Graph
 from convoy.plan import strategy as strategies
-from convoy.plan.strategy import Batch, Channel, Filter, Form, One, Sharding, Strategy
+from convoy.plan.strategy import Batch, Channel, Filter, Form, One, Sharding, Spatial, Strategy
 
 FORMAT = 1
 
@@ -191,6 +191,13 @@ class _OneRow(_FileModel):
     device: int
 
 
+class _SpatialRow(_FileModel):
+    strategy: Literal["spatial"]
+    shares: list[int]
+    axes: list[int] = [2]
+    grid: list[int] = []
+
+
 class _ShardingRow(_FileModel):
     shares: list[int]
     form: Form = "keep"
@@ -206,19 +213,29 @@ class _PlanFile(_FileModel):
     wire: CommDtype = "exact"
     pieces: int = 1
     otherwise: Annotated[_BatchRow | _OneRow, Field(discriminator="strategy")]
-    layers: dict[str, Annotated[_SharesRow | _OneRow, Field(discriminator="strategy")]] = Field(default_factory=dict)
+    layers: dict[str, Annotated[_SharesRow | _SpatialRow | _OneRow, Field(discriminator="strategy")]] = Field(
+        default_factory=dict
+    )
     in_shares: dict[str, _ShardingRow] = Field(default_factory=dict)
     outputs: OutputPlace = "everywhere"
 
 
-def _strategy_of(row: _BatchRow | _OneRow) -> Strategy:
-    return One(row.device) if isinstance(row, _OneRow) else _BY_NAME[row.strategy](tuple(row.shares))
+def _strategy_of(row: _BatchRow | _SpatialRow | _OneRow) -> Strategy:
+    if isinstance(row, _OneRow):
+        return One(row.device)
+    shares = tuple(row.shares)
+    if isinstance(row, _SpatialRow):
+        return Spatial(shares, tuple(row.axes), tuple(row.grid))
+    return _BY_NAME[row.strategy](shares)
 
 
 def _as_row(strategy: Strategy) -> dict[str, Any]:
     if isinstance(strategy, One):
         return {"strategy": "one", "device": strategy.device}
-    return {"strategy": strategy.name, "shares": list(strategy.shares)}
+    row: dict[str, Any] = {"strategy": strategy.name, "shares": list(strategy.shares)}
+    if isinstance(strategy, Spatial):
+        row |= {"axes": list(strategy.axes)} | ({"grid": list(strategy.grid)} if strategy.grid else {})
+    return row
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

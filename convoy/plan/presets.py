@@ -6,6 +6,7 @@
 `master`         Marques, Falcao, Alexandre 2018: only convolutions are distributed, filters by measured speed; everything else
                  runs on the fastest device.
 `model`          model parallelism of Castello et al. 2021: every weighted layer by filter, evenly.
+`spatial`        images split along their first axis by speed, as far as convolutions and pooling allow; the rest by batch.
 `hybrid`         Jin et al. 2018, Krizhevsky 2014: convolutions by batch, fully connected layers by filter, butterfly sums.
 """
 
@@ -17,15 +18,15 @@ from convoy.layout.collectives import SUMS, Reduce
 from convoy.layout.shares import apportion, even
 from convoy.model.graph import Graph, Layer
 from convoy.plan.plan import Plan
-from convoy.plan.strategy import Batch, Filter, One, Sharding, Strategy, can_shard
+from convoy.plan.strategy import Batch, Filter, One, Sharding, Spatial, Strategy, can_shard
 
 AUTO = "auto"
 """Name of the planner's plan. It needs measured times, so `PLANS` does not contain it."""
 
-PLANS = ("data", "data-by-speed", "sharded", "master", "model", "hybrid")
+PLANS = ("data", "data-by-speed", "sharded", "master", "model", "hybrid", "spatial")
 
 SHARE_UNITS = 1000
-"""Sum of a sharding's proportions."""
+"""Sum of the proportions of a sharding or of a spatial split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,8 @@ def named_plan(name: str, graph: Graph, batch: int, speeds: Speeds, reduce: Redu
             layers[layer.name] = otherwise
         elif name == "model" and layer.weighted and not layer.shared:
             layers[layer.name] = _by_filter(layer, Speeds((1.0,) * len(speeds.devices)))
+        elif name == "spatial" and layer.windows and layer.weighted:
+            layers[layer.name] = Spatial(apportion(SHARE_UNITS, speeds.devices))
         elif name == "hybrid" and layer.weighted:
             splits = layer.kind == "linear" and not layer.shared
             layers[layer.name] = _by_filter(layer, speeds) if splits else by_speed

@@ -4,13 +4,28 @@ A strategy and a layer determine a *placement*: the layouts of inputs, output an
 follow the layout of their first input if their cuts allow it. A *cut* is an axis along which a layer can be split.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from convoy.errors import PlanError
 from convoy.layout import shares as share_rules
-from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Shape, Split, everywhere, holders
+from convoy.layout.layout import (
+    Box,
+    Layout,
+    OnOne,
+    Partial,
+    Replicated,
+    Shape,
+    Split,
+    Tiles,
+    Windows,
+    everywhere,
+    holders,
+    is_tiling,
+    whole,
+)
 from convoy.layout.shares import Shares
 from convoy.model.graph import Cut, Graph, Layer
 
@@ -47,8 +62,42 @@ class One:
     name: ClassVar[str] = "one"
 
 
-Strategy = Batch | Filter | Channel | One
-STRATEGIES: tuple[str, ...] = ("batch", "filter", "channel", "one")
+@dataclass(frozen=True, slots=True)
+class Spatial:
+    """A split of images into tiles. Devices read what their kernels need from the tiles of others.
+
+    Attributes:
+        shares: one proportion per device.
+        axes: the axes that are split: 2 for rows of images or slices of volumes, 3 and 4 for the next ones, 0 for the batch.
+        grid: number of parts along each of the axes; default: all devices along the only axis. The devices are in the order
+            of the grid, the last axis first. The shares of the devices in a part determine the part's share.
+    """
+
+    shares: Shares
+    axes: tuple[int, ...] = (2,)
+    grid: tuple[int, ...] = ()
+    name: ClassVar[str] = "spatial"
+
+    def tiles(self, shape: Shape) -> Tiles:
+        """Return the tiles of a tensor of this shape."""
+        boxes: list[Box | None] = [whole(shape)]
+        parts = len(self.shares)
+        for axis, count in zip(self.axes, self.grid or (parts,), strict=True):
+            parts //= count
+            cut: list[Box | None] = []
+            for number, before in enumerate(boxes):
+                first = number * count * parts
+                sums = tuple(sum(self.shares[first + i * parts : first + (i + 1) * parts]) for i in range(count))
+                spans = share_rules.ranges(share_rules.rescale(sums, shape[axis])) if any(sums) else ((0, 0),) * count
+                for span in spans:
+                    holds_any = before is not None and span[0] < span[1]
+                    cut.append((*before[:axis], span, *before[axis + 1 :]) if before and holds_any else None)
+            boxes = cut
+        return Tiles(tuple(boxes))
+
+
+Strategy = Batch | Filter | Channel | One | Spatial
+STRATEGIES: tuple[str, ...] = ("batch", "filter", "channel", "one", "spatial")
 
 Form = Literal["keep", "free"]
 
@@ -104,6 +153,20 @@ def check(layer: Layer, strategy: Strategy, batch: int, devices: int) -> None:
                     f"{what}: only Linear and convolutions of one group sum over channels: use batch, filter or one"
                 )
             share_rules.check(shares, layer.channels_in, devices, what)
+        case Spatial(shares, axes, grid):
+            share_rules.check(shares, sum(shares), devices, what)
+            if not any(shares):
+                raise PlanError(f"{what}: shares {shares} are all zero: give at least one device a share above 0")
+            if math.prod(grid or (devices,)) != devices or len(grid or (devices,)) != len(axes):
+                raise PlanError(
+                    f"{what}: a grid {grid} along the axes {axes}: give one number per axis, for {devices} devices"
+                )
+            if not set(axes) <= {0, *range(2, len(layer.shape) + 1)} or len(set(axes)) < len(axes):
+                raise PlanError(
+                    f"{what}: axes {axes}: choose from 0 (the batch) and 2 to {len(layer.shape)}, each once"
+                )
+            if not layer.windows or not layer.per_sample:
+                raise PlanError(f"{what}: only convolutions, pooling and resizing are split along their images")
         case Filter(shares) if layer.weighted:
             share_rules.check(shares, layer.channels_out, devices, what)
             per_group = layer.channels_out // layer.groups
@@ -164,6 +227,10 @@ def place(graph: Graph, layer: Layer, strategy: Strategy, batch: int, devices: i
             parameters: dict[str, Layout] = {"weight": Split(axis, shares), "bias": OnOne(active[0])}
             parameters = {key: parameters[key] for key in layer.parameters}
             return Placement((Split(layer.feature_axis, shares),), Partial(active), parameters)
+        case Spatial():
+            placed = _in_tiles(graph, layer, strategy.tiles(layer.batch_shape(batch)))
+            assert placed is not None, "checked by `check`"
+            return placed
         case Filter(shares):
             # A flatten layer is split by the channels of its input.
             counted = graph[layer.inputs[0]] if layer.kind == "flatten" else layer
@@ -181,6 +248,13 @@ def follow(graph: Graph, layer: Layer, leading: Layout, devices: int) -> Placeme
     match leading:
         case Partial():
             return None
+        case Tiles(boxes):
+            leader = next(name for name in layer.inputs if graph[name].batched)
+            before = graph[leader].batch_shape(max(b[0][1] for b in boxes if b is not None))
+            after = layer.batch_shape(before[0])
+            if len(before) != len(after) or layer.shared or not layer.per_sample:
+                return None
+            return _in_tiles(graph, layer, Tiles(tuple(_rescaled(b, before, after) for b in boxes)))
         case Split(axis, shares) if axis > 0:
             if layer.shared:
                 return None
@@ -215,6 +289,54 @@ def _along(graph: Graph, layer: Layer, cut: Cut, shares: Shares) -> Placement | 
         for key, p in layer.parameters.items()
     }
     return Placement(tuple(takes), split(cut.axis, layer.batch_shape(1)), parameters)
+
+
+def _rescaled(box: Box | None, before: Shape, after: Shape) -> Box | None:
+    """Return a tile of a tensor of shape `after` that corresponds to one of a tensor of shape `before`; None if empty."""
+    if box is None:
+        return None
+    axes = zip(box, before, after, strict=True)
+    scaled = tuple(
+        ((2 * start * new + old) // (2 * old), (2 * stop * new + old) // (2 * old)) for (start, stop), old, new in axes
+    )
+    return scaled if all(start < stop for start, stop in scaled) else None
+
+
+def _in_tiles(graph: Graph, layer: Layer, tiles: Tiles) -> Placement | None:
+    """Place a layer whose output is computed in tiles; None if it needs more than windows of its inputs."""
+    batch = max(b[0][1] for b in tiles.boxes if b is not None)
+    takes: list[Layout] = []
+    for name in layer.inputs:
+        shape = graph[name].batch_shape(batch)
+        boxes = tuple(None if tile is None else _read(layer, tile, shape, batch) for tile in tiles.boxes)
+        if any(b is None and tile is not None for b, tile in zip(boxes, tiles.boxes, strict=True)):
+            return None
+        takes.append(Tiles(boxes) if is_tiling(boxes, shape) else Windows(boxes))
+    holding = Replicated(parameter_holders(layer, tiles, len(tiles.boxes)))
+    return Placement(tuple(takes), tiles, dict.fromkeys(layer.parameters, holding))
+
+
+def _read(layer: Layer, tile: Box, shape: Shape, batch: int) -> Box | None:
+    """Return the box of an input of this shape that a tile of the output needs; None if it needs more than a box."""
+    whole_output = layer.batch_shape(batch)
+    if layer.windows:
+        spans = zip(layer.windows, tile[2:], strict=True)
+        channels = (0, shape[1]) if layer.weighted else tile[1]
+        if tile[1] != (0, whole_output[1]):
+            return None
+        return tile[0], channels, *(window.held(span) for window, span in spans)
+    match layer.kind:
+        case "elementwise" | "batch_norm" if layer.axis != 2:
+            return tile
+        case "parts" if layer.normalised and tile[:2] == whole(whole_output)[:2]:
+            return tile
+        case "join":
+            # Axes are aligned from the right. An input that is broadcast along an axis is read whole there.
+            aligned = zip(shape, tile[len(tile) - len(shape) :], whole_output[len(tile) - len(shape) :], strict=True)
+            return tuple(span if extent == output else (0, extent) for extent, span, output in aligned)
+        case "cat" if tile[layer.axis] == (0, whole_output[layer.axis]):
+            return (*tile[: layer.axis], (0, shape[layer.axis]), *tile[layer.axis + 1 :])
+    return None
 
 
 def parameter_holders(layer: Layer, gives: Layout, devices: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split, held_entries, holders, holds
+from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split, Tiles, held_entries, holders, holds
 from convoy.model.graph import Graph
 from convoy.plan import steps as st
 from convoy.plan.lower import lower
@@ -32,7 +32,9 @@ class LayerRow:
     note: str
 
 
-_STRATEGIES: Mapping[type[Layout], str] = {Split: "filter", Partial: "channel", Replicated: "copies", OnOne: "one"}
+_STRATEGIES: Mapping[type[Layout], str] = {
+    Split: "filter", Partial: "channel", Replicated: "copies", OnOne: "one", Tiles: "spatial"
+}  # fmt: skip
 
 
 def layer_rows(plan: Plan, graph: Graph, itemsize: int = 4) -> list[LayerRow]:
@@ -48,6 +50,8 @@ def layer_rows(plan: Plan, graph: Graph, itemsize: int = 4) -> list[LayerRow]:
             # A sum over input channels is split like its input.
             shared = step.reads[0].layout if isinstance(layout, Partial) else layout
             shares = map(str, shared.shares) if isinstance(shared, Split) else ["all"] * plan.devices
+            if isinstance(shared, Tiles):
+                shares = map(str, (held_entries(shared, d, step.writes.shape) for d in range(plan.devices)))
             parts = tuple(share if holds(layout, d) else "-" for d, share in enumerate(shares))
             name = "batch" if isinstance(layout, Split) and layout.axis == 0 else _STRATEGIES[type(layout)]
             rows.append(LayerRow(layer.name, layer.kind, name, parts, sent[layer.name], step.note or layer.reason))

@@ -15,12 +15,24 @@ from typing import Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from convoy.layout.collectives import Reduce, is_collective
+from convoy.layout.collectives import Reduce, is_collective, schedule, traffic
 from convoy.layout.comm_dtype import sent_itemsize
-from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual, held_entries, holders
+from convoy.layout.layout import (
+    Layout,
+    OnOne,
+    Partial,
+    Replicated,
+    Shape,
+    Split,
+    Tiles,
+    Windows,
+    dual,
+    held_entries,
+    holders,
+)
 from convoy.layout.shares import Shares, rescale
 from convoy.model.graph import Graph, Layer
-from convoy.plan.device_program import LocalSize, part_of_outputs, shares_statistics, whole_size
+from convoy.plan.device_program import LocalSize, part_of_outputs, shares_statistics, tile_size, whole_size
 from convoy.plan.lower import BUCKET_ENTRIES, lower, trains
 from convoy.plan.plan import Plan
 from convoy.plan.steps import MicroBatch, Phase, StepList
@@ -59,6 +71,12 @@ def loads(src: Layout, dst: Layout, shape: Shape, devices: int, reduce: Reduce =
     nothing = Loads(np.zeros(devices), np.zeros(devices), 0)
     if src == dst:
         return nothing
+    if isinstance(src, Tiles | Windows) or isinstance(dst, Tiles | Windows):
+        sent, received = np.zeros(devices), np.zeros(devices)
+        for (sender, receiver), entries in traffic(schedule(src, dst, shape), 1).items():
+            sent[sender] += entries
+            received[receiver] += entries
+        return Loads(sent, received, 1)
     match src, dst:
         case Replicated(holders), Partial(members):
             # One copy becomes one summand; nothing is sent if a device is both.
@@ -155,6 +173,7 @@ def _parts(layout: Layout, total: float, devices: int) -> Vector:
             return total * _mask(members, devices)
         case OnOne(device):
             return total * _mask((device,), devices)
+    raise AssertionError(f"{layout} has no closed form")
 
 
 def _kept_entries(src: Split, dst: Split, total: float, devices: int) -> Vector:
@@ -310,6 +329,8 @@ class CostModel:
         """Return the distinct pairs (kind of device, size of its part of the layer)."""
         whole = whole_size(layer, self.batch if layer.batched else 1)
         gives, alike = placed.gives, self.alike
+        if isinstance(gives, Tiles):
+            return {(alike[d], tile_size(layer, gives, d)) for d in holders(gives)}
         if not layer.batched or not isinstance(gives, Split | Partial):
             return {(alike[d], whole) for d in holders(gives)}
         if isinstance(gives, Partial):

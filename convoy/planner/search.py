@@ -16,8 +16,9 @@ from convoy.model.graph import Layer
 from convoy.plan.device_program import whole_size
 from convoy.plan.placing import placements, unnamed
 from convoy.plan.plan import Plan
+from convoy.plan.presets import SHARE_UNITS
 from convoy.plan.steps import by_samples
-from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Sharding, Strategy, follow, place
+from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Sharding, Spatial, Strategy, follow, place
 from convoy.planner.analytic import CostModel, Side
 
 MANY_QUESTIONS = 400
@@ -30,6 +31,9 @@ Seconds = npt.NDArray[np.float64]
 
 BEAM = 48
 """States kept per layer. Residual nets need a handful; only dense concatenation needs more."""
+
+SPATIAL_SAMPLES = 4
+"""The search tries to split images if there are fewer samples per device. With more, a split by samples sends less."""
 
 EVEN_DEVICES, EVEN_LAYERS = 8, 100
 """Up to these numbers of devices and layers, the search also tries to split filters evenly, not only by speed."""
@@ -237,6 +241,8 @@ class Search:
         yield One(self.active[0])
         if layer.shared or len(self.active) == 1:
             return
+        if layer.windows and self.batch < SPATIAL_SAMPLES * len(self.active):
+            yield Spatial(apportion(SHARE_UNITS, self.weights or self.speeds))
         yield Filter(self._shares(layer, "outputs"))
         if self.even is not None:
             even = Filter(apportion(layer.channels_out, self.even))

@@ -1,11 +1,12 @@
-"""Compute batch norm with the statistics of a global batch on several devices."""
+"""Compute batch norm with the statistics of a global batch on several devices, and group norm of images in parts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from convoy.errors import InputError
 from convoy.machine.accelerator import has_sync_batch_norm
@@ -20,8 +21,8 @@ class GlobalBatchNorm:
     use torch's SyncBatchNorm kernels, which need fewer launches but refuse CPU tensors. The messages are the same.
     """
 
-    def __init__(self, module: nn.Module, layer: Layer) -> None:
-        self.module: Any = module
+    def __init__(self, module: Any, layer: Layer) -> None:
+        self.module = module
         self.channels, self._folded = layer.shape[layer.axis // 2], layer.axis == 2
         self.dtype: torch.dtype = getattr(torch, layer.dtype)
         # Cached between steps, because the sample counts rarely change.
@@ -29,9 +30,13 @@ class GlobalBatchNorm:
         self._parts = torch.empty(0)
         self._counts = torch.empty(0)
 
+    def groups(self, shape: Sequence[int]) -> int:  # noqa: ARG002
+        """Return how many means and variances there are for a batch of this shape."""
+        return self.channels
+
     def local_statistics(self, x: Tensor) -> Tensor:
         """Return this device's row (mean_C, variance_C of its samples); zeros without samples."""
-        if x.shape[0] == 0:
+        if x.numel() == 0:
             return x.new_zeros(1, 2 * self.channels)
         # var_mean is three to eight times slower on a CPU. With momentum 0 this kernel updates no running statistics.
         unused = x.new_zeros(self.channels)
@@ -171,3 +176,58 @@ class Normalisation:
     inverse_deviation: Tensor
     count: int
     counts: Tensor | None = None
+
+
+class GroupNormOfParts:
+    """A group or instance norm of images whose parts are on several devices.
+
+    The entries of a group, in one sample, are normalised like a channel of a batch norm without parameters. So `x` is viewed as
+    one sample with N * G channels. The parameters are applied per channel C.
+    """
+
+    def __init__(self, module: Any, layer: Layer) -> None:
+        self.module, self._groups = module, layer.normalised
+        self._norm = GlobalBatchNorm(
+            SimpleNamespace(weight=None, bias=None, running_mean=None, training=False, eps=module.eps), layer
+        )
+
+    def groups(self, shape: Sequence[int]) -> int:
+        return shape[0] * self._groups
+
+    def _viewed(self, x: Tensor) -> Tensor:
+        self._norm.channels = len(x) * self._groups
+        return x.reshape(1, self._norm.channels, -1)
+
+    def _per_channel(self, weight_C: Tensor, x: Tensor) -> Tensor:
+        return weight_C.view(1, -1, *[1] * (x.dim() - 2))
+
+    def no_row(self, device: torch.device) -> Tensor:
+        return self._norm.no_row(device)
+
+    def local_statistics(self, x: Tensor) -> Tensor:
+        return self._norm.local_statistics(self._viewed(x))
+
+    def combine(self, rows: Tensor, counts: Sequence[int], unit: int) -> "Normalisation":
+        return self._norm.combine(rows, counts, unit)
+
+    def normalise(self, x: Tensor, by: "Normalisation") -> Tensor:
+        y = self._norm.normalise(self._viewed(x), by).view_as(x)
+        if self.module.weight is not None:
+            y = y * self._per_channel(self.module.weight, x)
+        return y if self.module.bias is None else y + self._per_channel(self.module.bias, x)
+
+    def _weighted(self, g: Tensor) -> Tensor:
+        return self._viewed(g if self.module.weight is None else g * self._per_channel(self.module.weight, g))
+
+    def local_sums(self, x: Tensor | None, g: Tensor, by: "Normalisation") -> Tensor:
+        return self._norm.local_sums(None if x is None else self._viewed(x), self._weighted(g), by)
+
+    def backward(self, x: Tensor, g: Tensor, by: "Normalisation", row: Tensor, rows: Tensor, wanted: bool) -> Gradients:
+        (gx,), _ = self._norm.backward(self._viewed(x), self._weighted(g), by, row, rows, wanted)
+        axes = [axis for axis in range(x.dim()) if axis != 1]
+        normalised = self._norm.normalise(self._viewed(x), by).view_as(x)
+        own = (("weight", self.module.weight, (g * normalised).sum(axes)), ("bias", self.module.bias, g.sum(axes)))
+        found: dict[str, Tensor | None] = {
+            name: value for name, each, value in own if each is not None and each.requires_grad
+        }
+        return [None if gx is None else gx.view_as(x)], found

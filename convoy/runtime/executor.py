@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from convoy.comm.group import Group, present
 from convoy.errors import InputError
-from convoy.layout.layout import Split, holders
+from convoy.layout.layout import Tiles, held_entries, holders
 from convoy.model.graph import Graph, Layer
 from convoy.model.operation import TracedModel
 from convoy.model.tracing import StateWatch
@@ -23,7 +23,7 @@ from convoy.plan.compile import check_programs, compile_all, compile_device, wit
 from convoy.plan.lower import lower, trains
 from convoy.plan.steps import ComputeStep, InputGradient, MicroBatch, Phase, StepList, Value
 from convoy.runtime import kernels
-from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
+from convoy.runtime.batch_norm import GlobalBatchNorm, GroupNormOfParts, Normalisation
 from convoy.runtime.clock import Clock
 from convoy.runtime.cuda_graphs import CudaGraphs, Regions, regions_of
 from convoy.runtime.exchange import Buffers, Lane
@@ -71,7 +71,7 @@ class Executor:
     ) -> None:
         self.group, self.model, self.traced, self.clock, self.gathered = group, model, traced, clock, gathered
         self.arithmetic: dict[str, kernels.Arithmetic] = {}
-        self.norms: dict[str, GlobalBatchNorm] = {}
+        self.norms: dict[str, GlobalBatchNorm | GroupNormOfParts] = {}
         self.expected_s: Expected = by_arithmetic
         self.graphs: CudaGraphs | None = None
         # Cached: `get_parameter` costs the host 2 ms in each step of a ResNet-18.
@@ -90,6 +90,8 @@ class Executor:
                 self.norms[name] = GlobalBatchNorm(model.get_submodule(str(traced.operations[name].target)), layer)
                 if layer.recomputed and layer.statistics:
                     run.call = partial(_call_twice, run.call)
+            if layer.normalised:
+                self.norms[name] = GroupNormOfParts(model.get_submodule(str(traced.operations[name].target)), layer)
 
     def program(
         self, steps: StepList, missing: frozenset[int] = frozenset(), left: frozenset[str] = frozenset()
@@ -117,6 +119,7 @@ class Executor:
         calls = []
         for number, op in enumerate(computed):
             layer, call = graph[op.layer], self.arithmetic[op.layer].call
+            call = call if op.tile is None else self._in_tile(op).call
             drops = [name for name, user in last.items() if user == number and name not in fused.writes]
             calls += [LayerCall(op.layer, op.reads, op.writes[0], call, op.size.samples, layer.differentiable, drops)]
         return BoundSegment(tuple(wants.values()), calls)
@@ -202,7 +205,7 @@ class Executor:
         return program.expected_s[key]
 
     def _forward(self, op: ops.Compute, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
-        run, saved = self.arithmetic[op.layer], None
+        run, saved = self.arithmetic[op.layer] if op.tile is None else self._in_tile(op), None
         with (
             self.clock.compute(op.layer, "forward"),
             kernels.under_autocast(tape.precision, self.group.torch_device.type),
@@ -221,6 +224,13 @@ class Executor:
         if keep:
             tape.saved[op.layer] = saved
 
+    def _in_tile(self, op: ops.Compute) -> kernels.Arithmetic:
+        """Return the arithmetic of a tile of a layer's output."""
+        assert op.tile is not None
+        layer = self.traced.graph[op.layer]
+        call = kernels.windowed_call(self.model, layer, self.traced.operations[op.layer], op.tile)
+        return kernels.Arithmetic(self.model, layer, call)
+
     def _statistics(self, op: ops.Compute, buffers: Buffers, tape: Tape) -> None:
         norm = self.norms[op.layer]
         with self.clock.compute(op.layer, "forward"):
@@ -229,11 +239,11 @@ class Executor:
                 buffers[op.writes[0]] = norm.no_row(self.group.torch_device) if x is None else norm.local_statistics(x)
                 return
             members, value = tape.program.statistics[op.layer]
-            assert isinstance(value.layout, Split)
-            samples = [value.layout.shares[d] for d in members]
-            tape.norms[op.layer] = norm.combine(
-                buffers[op.reads[0]], samples, math.prod(value.shape[1:]) // norm.channels
-            )
+            # Entries that are normalised together, in units that all devices have in common: samples, or single entries.
+            groups = norm.groups(value.shape)
+            unit = 1 if isinstance(value.layout, Tiles) else math.prod(value.shape[1:]) // groups
+            counts = [held_entries(value.layout, d, value.shape) // (groups * unit) for d in members]
+            tape.norms[op.layer] = norm.combine(buffers[op.reads[0]], counts, unit)
             buffers[op.writes[0]] = tape.norms[op.layer].mean
 
     # --- backward ----------------------------------------------------------------------------------------------------
@@ -319,7 +329,7 @@ class Executor:
 
     def _backward_statistics(self, op: ops.Compute, buffers: Buffers, tape: Tape) -> None:
         norm, by = self.norms[op.layer], tape.norms[op.layer]
-        if self.traced.graph[op.layer].recomputed:
+        if self.traced.graph[op.layer].recomputed and isinstance(norm, GlobalBatchNorm):
             norm.update_running(by.mean, by.inverse_deviation**-2 - norm.module.eps, by.count)
         with self.clock.compute(op.layer, "backward"):
             g = buffers[op.reads[0]] if op.reads else None

@@ -158,6 +158,8 @@ class MeasuredTimes:
         """
         if size.samples == 0:
             return 0.0
+        if size.tile < 1.0:  # in proportion: a tile of a large image is measured nowhere
+            return size.tile * self.seconds(device, layer, phase, replace(size, tile=1.0), part)
         try:
             times = self.devices[device][layer.name]
         except (IndexError, KeyError):
@@ -206,6 +208,8 @@ class Roofline:
     def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize, part: Part = "all") -> float:
         if size.samples == 0:
             return 0.0
+        if size.tile < 1.0:
+            return size.tile * self.seconds(device, layer, phase, replace(size, tile=1.0), part)
         rate, (outputs, inputs) = self.rates[device], layer.extents
         products, written = 2 if phase == "backward" and part == "all" else 1, size.outputs / outputs
         # A weighted layer reads all channels for any number of filters; other layers read only the channels they write.

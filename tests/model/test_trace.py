@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.errors import InputError
+from convoy.model.nets import build_net
 from convoy.model.operation import call_operation
 from convoy.model.tracing import trace
 from tests.support import nets
@@ -167,6 +168,14 @@ def test_integer_inputs() -> None:
 
 def fingerprint(model: nn.Module, dtype: torch.dtype = torch.float32) -> str:
     return trace(model.to(dtype), torch.zeros(2, 3, 8, 8, dtype=dtype)).graph.fingerprint
+
+
+def test_fingerprints_of_existing_plan_files_stay() -> None:
+    known = {"two-conv:50:500": "e84b42332d2be3f5", "resnet18:16": "a79147cb9034ec35", "unet:8": "50bc25fd127105be"}
+    found = {
+        name: trace(build_net(name, (3, 32, 32), 10), torch.zeros(2, 3, 32, 32)).graph.fingerprint for name in known
+    }
+    assert found == known
 
 
 def test_fingerprints() -> None:

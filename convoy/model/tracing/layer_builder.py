@@ -177,7 +177,7 @@ class LayerBuilder:
             operation = Operation("batch_norm", str(path), operation.args, {"folded": True})
         layer = replace(
             layer, kind=found.kind, groups=found.groups, axis=2 if folded else found.axis, statistics=found.statistics,
-            cuts=found.cuts,
+            cuts=found.cuts, windows=found.windows, normalised=found.normalised,
         )  # fmt: skip
         layer = self._with_samples(node, operation, layer, found)
         self._names[node], self._shown[name] = name, small

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from convoy.model.split_rules import (
     is_alone,
     rule_of,
 )
+from convoy.model.windows import Window, WindowKind
 
 # Functions that compute each entry separately.
 _ENTRIES = (
@@ -115,7 +116,11 @@ def _convolution(call: Call) -> Known | None:
     m: Any = call.module
     if not _plain(call) or len(call.inputs[0]) != len(m.kernel_size) + 2:
         return None
-    return Known("conv_transpose" if m.transposed else "conv", groups=m.groups)
+    kind: Literal["conv", "conv_transpose"] = "conv_transpose" if m.transposed else "conv"
+    ends = m._reversed_padding_repeated_twice  # of the last axis first, before and after it
+    numbers = m.kernel_size, m.stride, m.dilation, ends[-2::-2], ends[-1::-2]
+    rows = zip(call.inputs[0][2:], call.output[2:], *numbers, strict=True)
+    return Known(kind, groups=m.groups, windows=tuple(_window(kind, *row, mode=m.padding_mode) for row in rows))
 
 
 @_rule_for(nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
@@ -135,7 +140,9 @@ def _instance_norm(call: Call) -> Known | None:
     if not _plain(call) or len(call.inputs[0]) != int(type(m).__name__[-2]) + 2:
         return None
     found = SplitRule("channels", attributes=("num_features",))(call)
-    if found is None or not (m.track_running_stats and m.training):
+    if found is None or not m.track_running_stats:
+        return found and replace(found, normalised=m.num_features)
+    if not m.training:
         return found
     return replace(found, whole_batch="its running statistics are of the global batch")
 
@@ -147,9 +154,51 @@ def _of_channels(axes_behind: int) -> Rule:
         indices = getattr(call.module, "return_indices", False) or call.operation.kwargs.get("return_indices")
         if not is_alone(call) or indices or behind < axes_behind or (exact and behind != axes_behind):
             return None
-        return Known("pool")
+        return Known("pool", windows=_windows(call))
 
     return rule
+
+
+def _window(kind: WindowKind, *numbers: int, mode: str = "zeros", counts: bool = True) -> Window:
+    extent, outputs, kernel, stride, dilation, before, after = numbers
+    return Window(kind, extent, outputs, kernel, stride, dilation, before, after, mode, counts)
+
+
+def _windows(call: Call) -> tuple[Window, ...]:
+    """Return what each axis of max_pool, avg_pool or interpolate reads; nothing for other calls."""
+    x, y, name, m = call.inputs[0][2:], call.output[2:], call.name.replace("_", ""), call.module
+
+    def given(place: int, key: str, default: Any = None) -> Any:
+        return call.argument(place, key, default) if m is None else getattr(m, key, default)
+
+    def each(value: Any) -> tuple[Any, ...]:
+        values = value if isinstance(value, tuple | list) else (value,)
+        return tuple(values) * (len(y) if len(values) == 1 else 1)
+
+    if name.startswith(("maxpool", "avgpool")):
+        kernel = each(given(1, "kernel_size"))
+        stride, padding = each(given(2, "stride") or kernel), each(given(3, "padding", 0))
+        is_max = name.startswith("max")
+        dilation = each(given(4, "dilation", 1)) if is_max else each(1)
+        counts = bool(given(5, "count_include_pad", True))
+        numbers = (*kernel, *stride, *padding, *dilation)
+        if not _whole_numbers(numbers) or (not is_max and given(6, "divisor_override") is not None):
+            return ()
+        kind: WindowKind = "max_pool" if is_max else "avg_pool"
+        rows = zip(x, y, kernel, stride, dilation, padding, padding, strict=True)
+        return tuple(_window(kind, *row, counts=counts) for row in rows)
+    mode = given(3, "mode", "nearest")
+    linear = mode in ("linear", "bilinear", "trilinear")
+    if name not in ("interpolate", "upsample") or not (linear or mode == "nearest") or given(6, "antialias", False):
+        return ()
+    size, factor = given(1, "size"), given(2, "scale_factor")
+    exact = factor is not None and size is None and not given(5, "recompute_scale_factor", False)
+    if exact and not all(isinstance(f, int | float) for f in each(factor)):
+        return ()
+    scales = [1 / f for f in each(factor)] if exact else [0.0] * len(y)
+    corners = bool(given(4, "align_corners", False))
+    rows = zip(x, y, scales, strict=True)
+    return tuple(Window("linear" if linear else "nearest", a, b, scale=s, corners=corners) for a, b, s in rows)
 
 
 @_rule_for("cat", "concat", "concatenate")
@@ -416,7 +465,14 @@ FUNCTIONS.update(
 )
 MODULES.update(dict.fromkeys((nn.Softmax, nn.LogSoftmax, nn.Softmin), _SOFTMAX))
 MODULES.update(dict.fromkeys((nn.PReLU, nn.PixelShuffle, nn.PixelUnshuffle, nn.Unfold, nn.Fold), _CHANNELWISE))
-MODULES[nn.GroupNorm] = SplitRule("channels", groups="num_groups", attributes=("num_channels",))
+
+
+@_rule_for(nn.GroupNorm)
+def _group_norm_module(call: Call) -> Known | None:
+    found = SplitRule("channels", groups="num_groups", attributes=("num_channels",))(call)
+    return found and replace(found, normalised=call.module.num_groups)  # type: ignore[union-attr, arg-type]
+
+
 # torch's other modules have the names of the functions they call: AvgPool2d calls "avg_pool2d".
 _BY_NAME = {name.replace("_", ""): FUNCTIONS[name] for name in (*_ENTRIES, *_CHANNELS)}
 for _class in vars(nn).values():

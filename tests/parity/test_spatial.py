@@ -1,0 +1,109 @@
+"""Images split along rows, columns and slices: the numbers of one device, for every layer that reads windows."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from convoy.errors import PlanError
+from convoy.model.tracing import trace
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.strategy import Batch, Spatial
+from tests.support.spatial_nets import difference, random_difference
+
+
+def spatial(net: nn.Module, x: Tensor, devices: int, strategy: Spatial) -> Plan:
+    """Return a plan that gives one strategy to all layers that read windows of images."""
+    graph = trace(net, x).graph
+    plan = named_plan("data", graph, len(x), Speeds((1.0,) * devices))
+    return replace(plan, layers={name: strategy for name, layer in graph.layers.items() if layer.windows})
+
+
+def bottleneck() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Conv2d(4, 4, 3, 1, 1)
+    )
+
+
+CASES = {
+    "kernel 3, stride 2, padding 1": (nn.Conv2d(3, 4, 3, 2, 1), (9, 7)),
+    "even kernel, 'same' padding": (nn.Conv2d(3, 4, 4, padding="same"), (9, 7)),
+    "dilation and groups": (nn.Conv2d(4, 6, 3, 1, 2, 2, 2), (9, 7)),
+    "reflected padding": (nn.Conv2d(3, 4, 5, 1, 2, padding_mode="reflect"), (9, 7)),
+    "replicated padding": (nn.Conv2d(3, 4, 3, 2, 3, padding_mode="replicate"), (9, 7)),
+    "circular padding": (nn.Conv2d(3, 4, 3, 1, 1, padding_mode="circular"), (9, 7)),
+    "kernel larger than a part": (nn.Conv2d(3, 4, 9, 1, 4), (9, 7)),
+    "max pooling in ceil mode": (nn.MaxPool2d(3, 2, 1, ceil_mode=True), (10, 8)),
+    "average that counts its padding": (nn.AvgPool2d(3, 2, 1, ceil_mode=True), (10, 8)),
+    "average that does not": (nn.AvgPool2d(3, 2, 1, count_include_pad=False), (10, 8)),
+    "transposed, odd kernel": (nn.ConvTranspose2d(3, 4, 5, 3, 1, 2), (6, 5)),
+    "bilinear resize": (nn.Upsample(scale_factor=2.5, mode="bilinear"), (6, 5)),
+    "bilinear resize with aligned corners": (nn.Upsample((11, 4), mode="bilinear", align_corners=True), (6, 5)),
+    "nearest resize": (nn.Upsample(scale_factor=1.7), (6, 5)),
+    "batch norm, pooling": (bottleneck(), (17, 12)),
+    "group norm": (nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3)), (9, 7)),
+    "instance norm": (nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), nn.InstanceNorm2d(4, affine=True)), (9, 7)),
+    "one dimension": (nn.Sequential(nn.Conv1d(3, 4, 5, 2, 2), nn.BatchNorm1d(4), nn.MaxPool1d(2)), (23,)),
+    "volumes": (nn.Sequential(nn.Conv3d(3, 4, 3, 1, 1), nn.BatchNorm3d(4), nn.AvgPool3d(2)), (8, 5, 6)),
+    "volumes, transposed": (nn.Sequential(nn.Conv3d(3, 4, 2, 2), nn.ConvTranspose3d(4, 2, 2, 2)), (8, 5, 6)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "strategy", [Spatial((3, 0, 1, 2)), Spatial((3, 1, 2, 2), (0, 2), (2, 2))], ids=["rows", "batch and rows"]
+)
+@pytest.mark.parametrize("case", CASES)
+def test_layer_on_tiles_gives_the_numbers_of_one_device(case: str, strategy: Spatial) -> None:
+    layer, shape = CASES[case]
+    torch.manual_seed(1)
+    channels = next((p.shape[1] for p in layer.parameters() if p.dim() > 1), 3)
+    channels = 4 if case == "dilation and groups" else 3 if case.startswith("transposed") else channels
+    x = torch.randn(2, channels, *shape, dtype=torch.float64)
+    net = nn.Sequential(nn.Conv2d(channels, channels, 1) if len(shape) == 2 else nn.Identity(), layer).double()
+    assert difference(net, spatial(net, x, 4, strategy), [x, x]) < 1e-10
+
+
+@pytest.mark.parametrize("axes", [(2, 3), (3, 2), (0, 3)])
+def test_grid_of_tiles_gives_the_numbers_of_one_device(axes: tuple[int, ...]) -> None:
+    torch.manual_seed(1)
+    net, x = bottleneck().double(), torch.randn(2, 3, 17, 12, dtype=torch.float64)
+    assert difference(net, spatial(net, x, 4, Spatial((5, 1, 2, 2), axes, (2, 2))), [x, x[:1], x]) < 1e-10
+
+
+@pytest.mark.parametrize("seed", [*range(24), *(pytest.param(n, marks=pytest.mark.slow) for n in range(24, 224))])
+def test_random_net_with_random_cuts_gives_the_numbers_of_one_device(seed: int) -> None:
+    """`python -m tests.support.spatial_nets FIRST COUNT` runs more of them."""
+    assert random_difference(seed) < 1e-10
+
+
+def test_plan_file_keeps_axes_and_grid() -> None:
+    net = bottleneck()
+    plan = spatial(net, torch.zeros(2, 3, 17, 12), 4, Spatial((5, 1, 2, 2), (2, 3), (2, 2)))
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [
+        (Spatial((1, 1)), "name 2 devices"),
+        (Spatial((0, 0, 0)), "are all zero"),
+        (Spatial((1, 1, 1), (4,)), r"axes \(4,\): choose from 0 \(the batch\) and 2 to 3"),
+        (Spatial((1, 1, 1), (2, 3), (2, 2)), r"a grid \(2, 2\) along the axes \(2, 3\)"),
+    ],
+)
+def test_tiles_that_do_not_fit_are_refused(strategy: Spatial, why: str) -> None:
+    plan = spatial(bottleneck(), torch.zeros(2, 3, 17, 12), 3, strategy)
+    with pytest.raises(PlanError, match=why):
+        plan.check(trace(bottleneck(), torch.zeros(2, 3, 17, 12)).graph)
+
+
+def test_linear_layer_has_no_tiles() -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+    graph = trace(net, torch.zeros(2, 3, 2, 2)).graph
+    plan = replace(
+        named_plan("data", graph, 2, Speeds((1.0, 1.0))), layers={"1": Spatial((1, 1))}, otherwise=Batch((1, 1))
+    )
+    with pytest.raises(PlanError, match=r"there is no|choose from|only convolutions"):
+        plan.check(graph)
