@@ -21,7 +21,7 @@ KINDS = {
     "values and pure functions": "layout model plan fleet simulate planner errors",
     "devices, clocks, network, disk": "machine comm runtime checkpoint data elastic train measure",
     "what people write and read": "files config runlog report",
-    "ways in": "api launch ray lightning emulate doctor setup cli",
+    "ways in": "api launch ray lightning idle emulate doctor setup cli",
 }
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
 

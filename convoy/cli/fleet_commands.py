@@ -14,7 +14,6 @@ from convoy.report.numbers import in_bits
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
-@app.command("rehearse", hidden=True, context_settings={"allow_interspersed_args": False})  # its name until 0.1
 def emulate(
     fleet: Annotated[Path, argument("FLEET", "Fleet file: hosts, NICs, devices with their cores.", parser=path_of)],
     command: Annotated[list[str], argument("COMMAND", "Program and arguments, run per device; write -- before it.")],
@@ -124,7 +123,6 @@ def _rates(nic: Nic) -> str:
 
 
 @fleet_app.command()
-@app.command(hidden=True)  # its place until 0.1
 def setup(
     fleet: Annotated[Path, option("PATH", "Fleet file with an address for each host.")],
     into: Annotated[str, option("FOLDER", "Folder on the hosts; relative to the home folder, or absolute.")] = "convoy",
@@ -149,7 +147,6 @@ def setup(
 
 
 @fleet_app.command()
-@app.command(hidden=True)  # its place until 0.1
 def key(
     file: Annotated[Path, argument("FILE", "The key file; only you can read it.", parser=path_of)],
     to: Annotated[str | None, option("HOST:PORT", "Send it to one machine, by a code; from this address.")] = None,

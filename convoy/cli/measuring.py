@@ -30,23 +30,24 @@ def measure(
     mpirun, or under convoy emulate.
     """
     from convoy.config.run_file import resolve_settings
+    from convoy.launch.host_job import JobOptions
 
     one_of_job = in_job()
     settings = resolve_settings(None, given).settings
+    options = JobOptions(port=settings.port)
     choose(settings.job_key, settings.trust_network, os.environ)
     if not one_of_job:
-        from convoy.launch.fleet import measure_on_fleet, startable
+        from convoy.launch.fleet import start_on_fleet, startable
 
         if fleet is not None and (hosts := startable(fleet)) is not None:
-            raise typer.Exit(measure_on_fleet(hosts, fleet, sys.argv[1:], given["devices"] is not None, settings.port))
+            raise typer.Exit(start_on_fleet(hosts, sys.argv[1:], options, [fleet], given["devices"] is not None))
     if one_of_job or len(settings.device_names) == 1:
         measure_device(output, settings, fleet)
         return
-    from convoy.launch.host_job import JobOptions
     from convoy.launch.local import launch_local
 
     check_measure(output, settings, fleet)
-    raise typer.Exit(launch_local(sys.argv[1:], settings.device_names, options=JobOptions(port=settings.port)))
+    raise typer.Exit(launch_local(sys.argv[1:], settings.device_names, options=options))
 
 
 def check_measure(output: Path, settings: Settings, fleet: Path | None) -> None:

@@ -11,11 +11,12 @@ from typing import Annotated, Any
 import psutil  # type: ignore[import-untyped]
 import typer
 
-from convoy.cli.options import HelpAll, app, argument, help_of, in_job, option, path_of, with_settings
+from convoy.cli.options import HelpAll, app, argument, flag, help_of, in_job, option, path_of, with_settings
 from convoy.comm.job_key import choose, need_key_file
 from convoy.config.train_options import read_address
 from convoy.errors import ConvoyError, InputError
 from convoy.launch.pairing import choose_key
+from convoy.launch.supervisor import leave_limit
 from convoy.machine import roster
 from convoy.machine.process import END, LEAVE
 from convoy.machine.roster import JobProcess
@@ -81,6 +82,7 @@ def join(
     data_dir: Annotated[Path | None, option("PATH", "Folder of the data set, if it differs here.")] = None,
     checkpoint: Annotated[Path | None, option("PATH", "Folder for checkpoints, if this device writes them.")] = None,
     accept: Annotated[list[str] | None, option("NAME", "A MODULE:FUNCTION elsewhere that may be net or data.")] = None,
+    when_idle: Annotated[bool, flag("Take part only while nobody uses this machine.", "--when-idle")] = False,
 ) -> None:
     """Join a running training.
 
@@ -90,6 +92,10 @@ def join(
 
     Example: convoy join 192.168.1.5:7000,192.168.1.6:7000 --job-key lab.key
     """
+    if when_idle:
+        from convoy.idle import join_when_idle
+
+        raise typer.Exit(join_when_idle(sys.argv[1:]))
     choose_key(job_key, pair)
     from convoy.cli.train_job import run_joining_device
 
@@ -98,14 +104,12 @@ def join(
 
 
 JobName = Annotated[str | None, argument("JOB", "Its folder (runs/...) or HOST:PORT; needed if several jobs run here.")]
-Wait = Annotated[float, option("TIME", "How long the devices may take.")]
 
 
 @app.command()
 def leave(
     job: JobName = None,
     device: Annotated[list[int] | None, option("ID", "Only this device; may be repeated.")] = None,
-    wait: Wait = 60.0,
 ) -> None:
     """Remove this machine's devices from a running job after the current step. The others continue.
 
@@ -118,11 +122,11 @@ def leave(
     rows = leaving(here, device or ())
     _signal(rows, LEAVE)
     print(f"{_names(rows)} of {_title(here)}: asked to leave after the step", flush=True)
-    _wait_for(rows, wait)
+    _wait_for(rows)
 
 
 @app.command()
-def stop(job: JobName = None, wait: Wait = 60.0) -> None:
+def stop(job: JobName = None) -> None:
     """End a training on all its machines after the current step.
 
     Run it on any of them. With --checkpoint the training is saved, and `--resume` continues from that step.
@@ -135,7 +139,7 @@ def stop(job: JobName = None, wait: Wait = 60.0) -> None:
     _signal([row for row in here if not row.members], LEAVE)  # the others end with it
     how = "asked to end after the step, on all machines" if training else "ended at once: it could not end after a step"
     print(f"{_title(here)}: {how}", flush=True)
-    _wait_for(here, wait)
+    _wait_for(here)
 
 
 def of_job(rows: Sequence[JobProcess], job: str | None) -> list[JobProcess]:
@@ -177,14 +181,13 @@ def _signal(rows: Sequence[JobProcess], signum: signal.Signals) -> None:
             os.kill(row.pid, signum)
 
 
-def _wait_for(rows: Sequence[JobProcess], wait_s: float) -> None:
-    processes = []
+def _wait_for(rows: Sequence[JobProcess]) -> None:
+    processes, wait_s = [], leave_limit(rows)
     for row in rows:
         with suppress(psutil.Error):
             processes.append(psutil.Process(row.pid))
     _, left = psutil.wait_procs(processes, timeout=wait_s)
-    if left:
-        pids = [process.pid for process in left]
+    if pids := [process.pid for process in left]:
         raise ConvoyError(
             f"{_names([row for row in rows if row.pid in pids])} did not end within {wait_s:g} s: a step takes longer. Wait, "
             f"or end it at once and lose the steps since the last checkpoint: kill -9 {' '.join(map(str, pids))}"
@@ -200,13 +203,10 @@ def _title(rows: Sequence[JobProcess]) -> str:
     return f"job {rows[0].job}" + (f" (run {run})" if run else "")
 
 
-DEMO_EPOCHS = 16  # about 20 s on the four and 40 s on one, to 93 % test accuracy
-
-
 @app.command()
 def demo(
     plan: Annotated[str, option("TEXT", help_of("plan"))] = "data-by-speed",
-    epochs: Annotated[int, option("N", help_of("epochs"))] = DEMO_EPOCHS,
+    epochs: Annotated[int, option("N", help_of("epochs"))] = 16,  # 20 s on the four, 40 s on one
 ) -> None:
     """Train one CNN on four local processes of unequal speed, then on the fastest of them alone."""
     # The four processes use 0.9 of two cores, and are 2.6 times as fast as the first.

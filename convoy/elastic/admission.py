@@ -29,8 +29,7 @@ FRESH_S = 1.0  # after this time without a request a process counts as gone; a w
 POLL_S, SPARE_POLL_S = 0.03, 1.0  # between two requests: before the decision, and as a spare
 DECISION_S = 10.0  # to wait for a running decision when the training ends
 
-Verdict = tuple[Literal["wanted", "spare", "refused"], str]
-"""The decision about a join request, and the reason."""
+Verdict = tuple[Literal["wanted", "spare", "refused"], str]  # the decision about a join request, and the reason
 
 RunState = tuple[Callable[[], Any], Callable[[Any], None]]
 """Two functions: the first returns the run's state for joining devices, as JSON; the second loads it there."""

@@ -1,6 +1,7 @@
 """Runs training steps while devices are lost, leave and join: recovery, admission and requests."""
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,9 +35,7 @@ from convoy.runtime.module import Distributed, StaleBatchError, not_distributed
 T = TypeVar("T")
 
 ASKED_STATUS = 2  # exit status of a script that ended on request, as for `convoy train`
-
 LEAVES, GROWS, ENDS = 1, 2, 4  # bits of a request: this device leaves; a device may join; all devices end
-
 MOST_TRIALS = 20  # attempts to recover without a finished step between them
 
 
@@ -147,6 +146,7 @@ class Members:
         self._snapshots_s: list[float] = []
         self._steps_s: list[float] = []
         self._began_s: float | None = None
+        self._longest_s, self._ended_s = 5.0, math.inf  # steps; shorter ones need no longer time to leave
         self._leaves, self._ends = False, False  # requests
         self._requests: tuple[Tensor, Pending] | None = None  # of all devices; sent in one step, read in the next
         self._planned: Generation | None = None  # the generation of the model's plan
@@ -342,6 +342,10 @@ class Members:
             LeftError, StoppedError: this device leaves, or all end, as requested.
         """
         self.steps, self.place = self.steps + 1, place
+        step_s, self._ended_s = time.monotonic() - self._ended_s, time.monotonic()
+        if step_s > self._longest_s:
+            self._longest_s = step_s
+            roster.update(step_s=step_s)
         if self.membership is None:
             if self._leaves or self._ends:
                 self._end_all()

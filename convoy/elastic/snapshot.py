@@ -30,10 +30,7 @@ Rows = Mapping[str, Mapping[str, Any]]
 """Optimizer state as returned by `described`; the keys are "0/key" for optimizer 0 and the parameter `key`."""
 
 NUMBERS: Name = ("", "numbers")
-
-
-Boxes = Mapping[str, Sequence[Box]]
-"""The boxes of each tensor that one device holds, by key."""
+Boxes = Mapping[str, Sequence[Box]]  # the boxes of each tensor that one device holds, by key
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 import tomlkit
-from pydantic import BeforeValidator, ConfigDict, Strict, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Strict, StringConstraints, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from convoy.errors import InputError, shown, unknown_name
@@ -48,6 +48,7 @@ def _in(dimension: Dimension, *, whole: bool = False) -> BeforeValidator:
 _BytesPerS = Annotated[float, _in("bytes_per_s")]
 _FlopPerS = Annotated[float, _in("flop_per_s")]
 _Seconds = Annotated[float, _in("s")]
+_Mac = Annotated[str, Strict(), StringConstraints(pattern=r"^[0-9A-Fa-f]{2}([:-][0-9A-Fa-f]{2}){5}$")]
 _Watts = Annotated[float, _in("W")]
 _Bytes = Annotated[int, _in("bytes", whole=True)]
 
@@ -93,6 +94,7 @@ class Host:
         card: its NIC; None: the fleet's `network`.
         python: path of the host's Python with Convoy; None: the same path as here.
         folder: working folder of commands, relative to the user's home; None: the same path as the current folder.
+        mac: hardware address of its NIC, to wake it (Wake-on-LAN).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
@@ -103,6 +105,7 @@ class Host:
     ssh_port: _Whole | None = None
     python: Text | None = None
     folder: Text | None = None
+    mac: _Mac | None = None
 
     def __post_init__(self) -> None:
         _plain_name(self.name, "a host")
@@ -326,13 +329,10 @@ def _figures(known: DeviceClass) -> dict[str, Any]:
 
 
 def _device_as_now(row: Any, place: str) -> Any:
-    """Return a device's section with old keys renamed, and with the figures of its class added."""
+    """Return a device's section with the figures of its class added."""
     if not isinstance(row, dict):
         return row
-    # Old files have the longer name. If a file has both, the old one is reported as an unknown key.
-    old = {} if "memory_bytes_per_s" in row else {"memory_bandwidth_bytes_per_s": "memory_bytes_per_s"}
-    row = {old.get(key, key): value for key, value in row.items()}
-    name = row.pop("class", None)
+    name, row = row.get("class"), {key: value for key, value in row.items() if key != "class"}
     if not isinstance(name, str):
         return row if name is None else row | {"class_name": name}
     try:

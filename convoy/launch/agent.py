@@ -30,7 +30,6 @@ from convoy.launch.supervisor import Interrupts, Output, Signalled, Sink, Start,
 
 BEAT_S = 5.0  # seconds between two heartbeats of the launcher
 SILENCE_S = 60.0  # after this silence a host ends its devices: a network failure may close no connection
-
 Message = dict[str, Any]
 
 
@@ -119,7 +118,7 @@ class Agent:
 
     def _wait(self, devices: Supervisor, order: Message) -> None:
         """Wait until all devices have ended. End them if a device failed, on an order, or if the launcher has ended."""
-        over = partial(devices.over, order["goes_on"], order["silence_s"])
+        over = partial(devices.over, order["goes_on"])
         end = self._next(devices, over)
         if end is not None and end["after_step"]:
             devices.end_after_step(end["started"], lambda: bool(self._orders))

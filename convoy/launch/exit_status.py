@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from convoy.errors import DeviceLostError
 
 ERROR_STATUS = 2  # exit status of a device that has printed ``error: <message>`` for a ConvoyError, without a traceback
-
+# Exit status of a device after its output pipe was closed, as by `| head -1`. That is no failure.
 PIPE_STATUS = 128 + signal.SIGPIPE
-"""Exit status of a device after its output pipe was closed, as by `| head -1`. That is no failure."""
-
 SHOWN_LINES = 30
 
 

@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from convoy._version import __version__
+from convoy.comm.deadlines import TIMEOUT_S
 from convoy.comm.environment import is_own
 from convoy.comm.job_key import key_to_start
 from convoy.config.checks import check
@@ -24,7 +25,8 @@ from convoy.launch.agent import BEAT_S, Message, digest, from_line, to_line
 from convoy.launch.exit_status import Ending, conclude
 from convoy.launch.host_job import DEFAULTS, HostJob, JobOptions, host_jobs
 from convoy.launch.ssh import remedy, ssh_call, ssh_program
-from convoy.launch.supervisor import LEAVE_S, TERMINATE_S, Interrupts, Signalled, Start, Supervisor, by_line
+from convoy.launch.supervisor import TERMINATE_S, Interrupts, Signalled, Start, Supervisor, by_line
+from convoy.launch.survey import wake
 from convoy.plan.presets import AUTO, PLANS
 
 ANSWER_S = 60.0  # limit for a host's answer; ssh usually gives up earlier
@@ -48,7 +50,6 @@ def startable(path: Path | None) -> Fleet | None:
 def train_on_fleet(run: RunSettings, fleet: Fleet) -> int:
     """Run `convoy train` on every device of a fleet. The hosts get the settings as options, not the run file."""
     settings = run.settings
-    _refuse_devices(run.sources["devices"] != "default", fleet)
     names = ",".join(name for job in host_jobs(fleet) for name in job.names)
     planned = settings.plan == AUTO
     check(settings.model_copy(update={"devices": names, "fleet": settings.fleet if planned else None}))
@@ -65,22 +66,17 @@ def train_on_fleet(run: RunSettings, fleet: Fleet) -> int:
     if planned and settings.fleet is not None:
         files.append(settings.fleet)
     options = JobOptions(port=settings.port, goes_on=settings.recovers)
-    return _start(fleet, argv, options, files)
+    return start_on_fleet(fleet, argv, options, files, run.sources["devices"] != "default")
 
 
-def measure_on_fleet(fleet: Fleet, path: Path, argv: Sequence[str], devices_given: bool, port: int | None) -> int:
-    """Run `convoy measure` on every device of a fleet. `argv` is the command line, starting with the verb."""
-    _refuse_devices(devices_given, fleet)
-    return _start(fleet, argv, JobOptions(port=port), [path])
-
-
-def _refuse_devices(given: bool, fleet: Fleet) -> None:
-    if given:
+def start_on_fleet(
+    fleet: Fleet, argv: Sequence[str], options: JobOptions, files: Sequence[Path], devices_given: bool = False
+) -> int:
+    """Run a command of convoy on every device of a fleet, as `run_on_fleet` does. Wake its hosts first."""
+    if devices_given:
         count = len(fleet.devices)
         raise InputError(f"--devices with a fleet file, which names its {count} devices: leave --devices out")
-
-
-def _start(fleet: Fleet, argv: Sequence[str], options: JobOptions, files: Sequence[Path]) -> int:
+    wake(fleet.hosts)
     first = host_jobs(fleet)[0].host
     if not is_own(str(first.address)):
         print(f"Device 0 is on host {first.name}: the job writes its files there.", flush=True)
@@ -88,12 +84,7 @@ def _start(fleet: Fleet, argv: Sequence[str], options: JobOptions, files: Sequen
 
 
 def script_on_fleet(
-    fleet: Fleet,
-    script: Sequence[str],
-    options: JobOptions = DEFAULTS,
-    *,
-    files: Sequence[Path] = (),
-    listen: str | None = None,
+    fleet: Fleet, script: Sequence[str], options: JobOptions, *, files: Sequence[Path] = (), listen: str | None = None
 ) -> int:
     """Run `convoy run` on every device of a fleet.
 
@@ -106,15 +97,13 @@ def script_on_fleet(
         script = [os.path.relpath(script[0]), *script[1:]]  # hosts may have another path to the folder
     own = [] if script[0] == "-m" else [Path(script[0])]
     argv = ["run", *([] if listen is None else ["--listen", listen]), *(["--"] if own else []), *script]
-    return _start(fleet, argv, options, [*own, *(path for path in files if path not in own)])
+    return start_on_fleet(fleet, argv, options, [*own, *(path for path in files if path not in own)])
 
 
 # ------------------------------------------------------------------------------------------- the job on its hosts
 
 
-def run_on_fleet(
-    fleet: Fleet, argv: Sequence[str], options: JobOptions = DEFAULTS, *, files: Sequence[Path] = ()
-) -> int:
+def run_on_fleet(fleet: Fleet, argv: Sequence[str], options: JobOptions = DEFAULTS, files: Sequence[Path] = ()) -> int:
     """Run ``python -m convoy argv`` once per device, each on its host, as one job, and wait for all of them.
 
     Hosts are reached by ssh, except this machine. Every device finds its rank in torchrun's variables and its hardware in
@@ -138,7 +127,7 @@ def run_on_fleet(
             hosts.start(
                 argv=list(argv), total=len(fleet.devices), address=address, port=port, grace_s=options.grace_s,
                 logs=None if options.logs is None else str(options.logs), key=None if key is None else key.pem.decode(),
-                goes_on=options.goes_on, silence_s=options.silence_s,
+                goes_on=options.goes_on,
             )  # fmt: skip
             hosts.follow()
         except Signalled as interrupted:
@@ -167,8 +156,7 @@ class _Session:
         folder = str(Path.home() / host.folder) if self.local and host.folder else None
         command = [host.python or sys.executable, "-m", "convoy.launch.agent"]
         if not self.local:  # for a host's login shell: only quotes, && and exec, which all common shells support
-            start = shlex.join([host.python or sys.executable, "-m", "convoy.launch.agent"])
-            change = f"cd {shlex.quote(host.folder or os.getcwd())} && exec {start}"
+            change = f"cd {shlex.quote(host.folder or os.getcwd())} && exec {shlex.join(command)}"
             command = ssh_call(ssh_program(os.environ), host, change)
 
         def take_line(line: bytes) -> None:
@@ -318,7 +306,7 @@ class _Hosts:
 
     def end(self, *, interrupt: bool = False, after_step: bool = False) -> None:
         """Let all hosts end their devices before a deadline: interrupted first, or after the step."""
-        self._deadline_s = time.monotonic() + self._end_s + after_step * LEAVE_S
+        self._deadline_s = time.monotonic() + self._end_s + after_step * TIMEOUT_S
         for session in self._sessions.values():
             session.send("end", interrupt=interrupt, after_step=after_step, started=len(self.running))
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:  # the agent on a host needs no fleet, and should not load the
     from convoy.fleet import Device, Fleet, Host
 
 CONVOY_COMMAND = (sys.executable, "-m", "convoy")
-
 MALLOC_NAMES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
 
@@ -26,14 +25,12 @@ class JobOptions:
         port: None: a free port on device 0's host.
         logs: a folder on each host for the output of its devices, except device 0.
         goes_on: the devices continue without lost devices. The output of all is shown: scripts use `convoy.print`.
-        silence_s: with `goes_on`, kill a device that has been stopped this long, because the others have removed it.
         grace_s: seconds for devices to end by themselves after one has failed, or after Ctrl-C.
     """
 
     port: int | None = None
     logs: Path | None = None
     goes_on: bool = False
-    silence_s: float = 60.0
     grace_s: float = 5.0
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ def launch_local(
     options: JobOptions = DEFAULTS,
     *,
     host: str = "127.0.0.1",
-    environment: Mapping[str, str] | None = None,
     command: Sequence[str] = CONVOY_COMMAND,
     script: bool = False,
 ) -> int:
@@ -42,7 +41,6 @@ def launch_local(
 
     Args:
         devices: a torch device for each process, such as ``("cpu", "cuda:0")``.
-        environment: more variables for every device.
         command: the program to start instead of this Python's convoy. Then this process hosts the rendezvous store, because
             the program may need it before it joins. Otherwise device 0 hosts it, and this process needs no torch.
         script: the program is a user script: it gets its rank in Convoy's own variables only, and sees one device.
@@ -52,9 +50,8 @@ def launch_local(
     listener, hosted = listen_at(host, options.port or 0), command is not CONVOY_COMMAND
     address, port = listener.getsockname()[:2]
     environments = device_environments(
-        {**os.environ, **(environment or {})}, range(len(devices)), devices, total=len(devices), address=address, port=port,
-        hosted=hosted,
-    )  # fmt: skip
+        os.environ, range(len(devices)), devices, total=len(devices), address=address, port=port, hosted=hosted
+    )
     if not hosted:
         environments[0][LISTENER] = str(listener.fileno())
     key = key_to_start(environments[0]) if len(devices) > 1 else None
@@ -77,7 +74,7 @@ def launch_local(
                 store = host_torch_store(listener)
             else:
                 listener.close()
-            processes.listen(lambda: processes.over(options.goes_on, options.silence_s))
+            processes.listen(lambda: processes.over(options.goes_on))
             failed = any(ending.status for ending in processes.endings)
             if script and len(devices) > 1 and not failed and not store.num_keys():
                 print(

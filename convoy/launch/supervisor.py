@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import IO, Any, Literal
 
 import psutil  # type: ignore[import-untyped]
 
+from convoy.comm.deadlines import TIMEOUT_S, wait_limit
 from convoy.comm.job_key import KEY_PIPE, JobKey, hand_over
 from convoy.errors import InputError
 from convoy.launch.exit_status import Ending
@@ -24,16 +25,15 @@ from convoy.machine.process import END, LEAVE_TOO
 
 TERMINATE_S = 2.0  # seconds between SIGTERM and SIGKILL
 KILL_S = 5.0  # seconds that the kernel may take to end a killed process
-LEAVE_S = 60.0  # seconds for devices to finish their step after SIGTERM
+LEAVE_S = 60.0  # seconds for devices to finish their step after SIGTERM, at least
+STOPPED_S = 60.0  # a process that is stopped this long is killed, because the others have removed its device
 POLL_S = 0.1  # seconds between two checks for ended processes and signals
-
 TAIL_BYTES = CHUNK_BYTES = 65_536
 LAST_CHUNKS = 16  # to read after a process has ended: more than a pipe holds. A grandchild could write forever
 
 Sink = Callable[[bytes], None]  # receives output in chunks. An empty chunk marks the end
-
+# Target of output: a file descriptor or `subprocess` constant, a sink, or the process's tail; None: inherited.
 Output = int | Sink | Literal["keep"] | None
-"""Target of output: a file descriptor or `subprocess` constant, a sink, or the process's tail; None: inherited."""
 
 
 class Signalled(Exception):  # noqa: N818 - it is a request, not an error
@@ -284,7 +284,7 @@ class Supervisor:
                 return
 
     def end_after_step(self, started: int, over: Callable[[], object] = lambda: False) -> None:
-        """Let training devices finish their step within `LEAVE_S`; end the others at once.
+        """Let training devices finish their step within `leave_limit`; end the others at once.
 
         If devices remain that joined later, these devices leave and the job continues. Otherwise the job ends.
 
@@ -293,27 +293,27 @@ class Supervisor:
             over: return whether to end all of them now.
         """
         running = self.running
-        members = _members(*running)
-        if any(members):
+        rows = roster.of_processes([process.popen.pid for process in running])
+        if any(members := [() if row is None else row.members for row in rows]):
             for process, training in zip(running, members, strict=True):
                 signum = signal.SIGTERM if not training else END if len(training) <= started else LEAVE_TOO
                 process.stopped |= not training
                 with suppress(ProcessLookupError):
                     os.kill(process.popen.pid, signum)
-            self.listen(lambda: not self.running or over(), LEAVE_S)
+            self.listen(lambda: not self.running or over(), leave_limit([row for row in rows if row is not None]))
         self.end(0.0)
 
-    def over(self, goes_on: bool, silence_s: float) -> bool:
+    def over(self, goes_on: bool) -> bool:
         """Return whether all devices have ended, or must end because a device failed.
 
-        With `goes_on`, kill devices that are stopped (SIGSTOP, a debugger) for `silence_s`.
+        With `goes_on`, kill devices that are stopped (SIGSTOP, a debugger) for `STOPPED_S`.
         """
         for process in self.running if goes_on else ():
             stopped = False
             with suppress(psutil.Error):
                 stopped = psutil.Process(process.popen.pid).status() == psutil.STATUS_STOPPED
             process.stopped_since_s = (process.stopped_since_s or time.monotonic()) if stopped else None
-            if process.stopped_since_s is not None and time.monotonic() > process.stopped_since_s + silence_s:
+            if process.stopped_since_s is not None and time.monotonic() > process.stopped_since_s + STOPPED_S:
                 process.popen.kill()
         failed = any(ending.in_startup or (ending.status != 0 and not goes_on) for ending in self.endings)
         return failed or not self.running
@@ -329,7 +329,8 @@ class Supervisor:
                         break
             process.ended = True
             killed = status < 0 and not process.stopped
-            in_startup, start = killed and not _members(process)[0], process.start
+            row, start = roster.of_processes([process.popen.pid])[0], process.start
+            in_startup = killed and (row is None or not row.members)
             ending = Ending(start.device, start.name, status, process.stopped, process.lines(), in_startup)
             self.endings.append(ending)
             self._on_end(ending)
@@ -348,7 +349,6 @@ class Supervisor:
         return bool(chunk)
 
 
-def _members(*processes: Process) -> list[tuple[int, ...]]:
-    """For each process, return the devices that train with it; empty before training."""
-    rows = roster.of_processes([process.popen.pid for process in processes])
-    return [() if row is None else row.members for row in rows]
+def leave_limit(rows: Iterable[roster.JobProcess]) -> float:
+    """Return how long these devices may take to finish their step, as their longest steps tell."""
+    return max(LEAVE_S, wait_limit([row.step_s for row in rows], TIMEOUT_S))

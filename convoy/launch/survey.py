@@ -1,4 +1,4 @@
-"""Queries hosts over ssh for their hardware, and builds a fleet from the answers. Hosts need no installation."""
+"""Queries hosts over ssh for their hardware, and builds a fleet from the answers. Hosts need no installation. Wakes hosts."""
 
 import os
 import re
@@ -10,19 +10,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import psutil  # type: ignore[import-untyped]
+
 from convoy.errors import InputError, shown
 from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.fleet.catalogue import DeviceClass, names, plain_name
 from convoy.launch.ssh import remedy, ssh_call, ssh_program
 
 ANSWER_S = 30.0  # limit for a host's answer
+WAKE_S = 300.0  # limit for a host to start after a Wake-on-LAN packet
 ASSUMED_BYTES_PER_S, ASSUMED_LATENCY_S = 125e6, 1e-4  # 1 Gbit/s, for a NIC that does not report its speed
 USED = 0.8  # fraction of a host's memory that plans may use
 
 # For any POSIX shell; one fact per line. Systems omit unknown facts.
 QUESTIONS = r"""
 echo survey 1
-echo system "$(uname -s)"
 echo cores "$(getconf _NPROCESSORS_ONLN 2>/dev/null || sysctl -n hw.ncpu)"
 sed -n 's/^MemTotal: *\([0-9]*\) kB/memory_kib \1/p' /proc/meminfo 2>/dev/null
 echo memory_bytes "$(sysctl -n hw.memsize 2>/dev/null)"
@@ -40,7 +42,6 @@ echo mbit_per_s "$(cat "/sys/class/net/$nic/speed" 2>/dev/null)"
 class Answer:
     """The hardware of a host. `server` is the address and port of its ssh server; None for this machine."""
 
-    system: str
     cores: int
     memory_bytes: int | None
     processor: str
@@ -66,7 +67,7 @@ def read_answer(text: str) -> Answer | None:
     server = first.get("server", "").split()
     port = _number(server[1]) if len(server) == 2 else None
     return Answer(
-        first.get("system", ""), cores, memory or None, first.get("processor", ""), tuple(facts.get("gpu", ())),
+        cores, memory or None, first.get("processor", ""), tuple(facts.get("gpu", ())),
         (server[0], port) if port and port < 1 << 16 else None, speed * 125e3 if speed else None,
     )  # fmt: skip
 
@@ -120,6 +121,25 @@ def ask_one(host: Host) -> Answer | str:
         last = " | ".join(line for line in done.stderr.splitlines()[-3:] if line) or "no output"
         return f"ssh ended with status {done.returncode}: {last}; {remedy(host, done.stderr, 'sh', '.')}"
     return answer if here or answer.server is None else replace(answer, latency_s=latency_to(answer.server))
+
+
+def wake(hosts: Sequence[Host]) -> None:
+    """Send Wake-on-LAN packets to the hosts with a `mac` until ssh reaches them, at most for `WAKE_S`."""
+    asleep, until_s = [host for host in hosts if host.mac is not None], time.monotonic() + WAKE_S
+    while asleep := [host for host in asleep if time.monotonic() < until_s and isinstance(ask_one(host), str)]:
+        print(f"Waking {', '.join(host.name for host in asleep)} ...", flush=True)
+        for host in asleep:
+            send_magic_packet(str(host.mac))
+
+
+def send_magic_packet(mac: str) -> None:
+    """Send a Wake-on-LAN packet to this hardware address, on all networks of this machine."""
+    packet = b"\xff" * 6 + 16 * bytes.fromhex(re.sub("[:-]", "", mac))
+    for row in (row for rows in psutil.net_if_addrs().values() for row in rows if row.family == socket.AF_INET):
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:  # the interface may be down
+            sender.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+            sender.bind((row.address, 0))  # selects the interface
+            sender.sendto(packet, ("255.255.255.255", 9))
 
 
 def latency_to(server: tuple[str, int]) -> float | None:

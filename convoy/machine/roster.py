@@ -18,8 +18,7 @@ import psutil  # type: ignore[import-untyped]
 
 from convoy.errors import InputError
 
-SHARED = Path("/tmp")
-"""Folder in which no user can remove or rename another user's folder."""
+SHARED = Path("/tmp")  # folder in which no user can remove or rename another user's folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +33,7 @@ class JobProcess:
     kind: str  # the torch device
     members: tuple[int, ...] = ()  # ids of all training devices; empty until it accepts requests between steps
     run: str = ""  # the run's folder; empty if the run is not logged, or its folder not known yet
+    step_s: float = 0.0  # its longest step, if longer than some seconds
 
     def is_named(self, name: str) -> bool:
         return name in (self.job, self.run, Path(self.run).name) or (

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from convoy.cli import training
 from convoy.cli.training import leave, leaving, of_job, stop
 from convoy.errors import ConvoyError, InputError
 from convoy.machine import roster
@@ -106,7 +107,7 @@ def device(folder: Path, kind: str) -> "subprocess.Popen[str]":
 def test_device_receives_the_request(folder: Path) -> None:
     with device(folder, "training") as process:
         try:
-            stop(None, 20.0)
+            stop()
             assert process.stdout is not None
             assert process.stdout.read() == "ends\n"
         finally:
@@ -118,9 +119,9 @@ def test_device_that_has_not_started_training_cannot_leave_but_stops_at_once(fol
     with device(folder, "starting") as process:
         try:
             with pytest.raises(InputError, match="cannot leave"):
-                leave(wait=1.0)
+                leave()
             assert process.poll() is None
-            stop(None, 20.0)
+            stop()
             assert process.stdout is not None
             assert process.stdout.read() == ""
         finally:
@@ -130,14 +131,17 @@ def test_device_that_has_not_started_training_cannot_leave_but_stops_at_once(fol
     assert list(folder.glob("*")) == []
 
 
-def test_remaining_devices_are_listed_with_a_remedy(folder: Path) -> None:
+def test_remaining_devices_are_listed_with_a_remedy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with device(folder, "deaf") as process:
         try:
+            monkeypatch.setattr(training, "leave_limit", lambda _: 0.2)
             with pytest.raises(ConvoyError, match=f"did not end within 0.2 s.* kill -9 {process.pid}"):
-                leave(wait=0.2)
+                leave()
             assert process.stdout is not None
             assert process.stdout.readline() == "leaves\n"
-            leave(wait=20.0)  # the second time ends it
+            monkeypatch.undo()
+            monkeypatch.setattr(roster, "_folder", lambda: folder)
+            leave()  # the second time ends it
         finally:
             process.kill()
 

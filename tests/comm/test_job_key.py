@@ -212,7 +212,7 @@ def test_key_is_never_exposed(tmp_path: Path) -> None:
     assert [name for name, text in places.items() if any(secret in text for secret in secrets)] == []
 
 
-def test_a_device_inherits_no_key_but_its_own(tmp_path: Path) -> None:
+def test_a_device_inherits_no_key_but_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pipes are closed in the launcher and in the other devices: each has one, and it is empty once it was read."""
     script = tmp_path / "own.py"
     script.write_text(
@@ -227,11 +227,8 @@ def test_a_device_inherits_no_key_but_its_own(tmp_path: Path) -> None:
         "left = [n for n in pipes if n == mine and os.path.exists(f'/proc/self/fd/{n}')]\n"
         "open(f'{sys.argv[1]}/{os.environ[\"RANK\"]}', 'w').write(f'{len(pipes)} {len(left)}')\n"
     )
-    environment = {"PYTHONPATH": str(ROOT)}
-    assert (
-        launch_local([str(tmp_path)], ["cpu", "cpu"], command=(sys.executable, str(script)), environment=environment)
-        == 0
-    )
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert launch_local([str(tmp_path)], ["cpu", "cpu"], command=(sys.executable, str(script))) == 0
     # the pipe by which a device notices the launcher's end, and the key's; device 1's messages are read by the launcher
     assert [(tmp_path / rank).read_text().split()[1] for rank in "01"] == ["0", "0"]
     assert [int((tmp_path / rank).read_text().split()[0]) for rank in "01"] == [2, 2]

@@ -601,7 +601,9 @@ def test_convoy_join_joins_convoy_train(tmp_path: Path) -> None:
     convoy = [sys.executable, "-m", "convoy"]
     with listen_at("127.0.0.1", 0) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    subprocess.run([*convoy, "key", "job.key"], cwd=tmp_path, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [*convoy, "fleet", "key", "job.key"], cwd=tmp_path, check=True, timeout=60, stdout=subprocess.DEVNULL
+    )
     options = (
         "--data digits --net two-conv:6:12 --plan hybrid --speeds 1,1 --devices cpu,cpu --epochs 40 --log log.jsonl"
     )

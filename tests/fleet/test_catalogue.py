@@ -127,12 +127,3 @@ def test_fleet_file_class_errors_are_reported(old, new, message):
     assert old in FLEET
     with pytest.raises(InputError, match=message):
         Fleet.from_toml(FLEET.replace(old, new))
-
-
-def test_the_older_name_of_memory_bandwidth_is_read():
-    text = '[[host]]\nname = "a"\n[[device]]\nname = "c"\nhost = "a"\nkind = "cpu"\n'
-    old, new = (Fleet.from_toml(f"{text}{key} = 3e9") for key in ("memory_bandwidth_bytes_per_s", "memory_bytes_per_s"))
-    assert old == new
-    assert "memory_bytes_per_s" in old.to_toml()
-    with pytest.raises(InputError, match=r"memory_bandwidth_bytes_per_s = 3000000000\.0: unknown key"):
-        Fleet.from_toml(f"{text}memory_bytes_per_s = 3e9\nmemory_bandwidth_bytes_per_s = 3e9")

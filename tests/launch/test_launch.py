@@ -54,16 +54,15 @@ print("device", group.device, "is done")
 """
 
 
-def test_devices_connect_and_exit_silently(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_devices_connect_and_exit_silently(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The script closes nothing and warnings are errors, yet the interpreters exit silently."""
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    status = launch_local(
-        [str(tmp_path)],
-        ["cpu", "cpu:0"],
-        command=(sys.executable, "-W", "error", str(script)),
-        environment={"TOPIC": "ships", "PYTHONPATH": str(ROOT)},
-    )
+    monkeypatch.setenv("TOPIC", "ships")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    status = launch_local([str(tmp_path)], ["cpu", "cpu:0"], command=(sys.executable, "-W", "error", str(script)))
     assert status == 0
     reports = [json.loads((tmp_path / str(device)).read_text()) for device in range(2)]
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
@@ -96,14 +95,13 @@ except DeviceLostError as error:
 """
 
 
-def test_failing_script_informs_the_other_devices(tmp_path: Path) -> None:
+def test_failing_script_informs_the_other_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script closes nothing itself, so the error is sent when the interpreter exits."""
     script, told = tmp_path / "train.py", tmp_path / "told"
     script.write_text(STUMBLE)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with pytest.raises(DeviceLostError, match=r"(?s)device 1 \(cpu\) ended with exit status 1.*no such image$"):
-        launch_local(
-            [str(told)], ["cpu", "cpu"], command=(sys.executable, str(script)), environment={"PYTHONPATH": str(ROOT)}
-        )
+        launch_local([str(told)], ["cpu", "cpu"], command=(sys.executable, str(script)))
     assert "left because of its own error: ValueError: no such image" in told.read_text()
 
 

@@ -68,12 +68,12 @@ def test_a_device_leaves_another_is_killed_and_the_last_is_stopped(tmp_path: Pat
     try:
         assert eventually(lambda: len(training(tmp_path)) == 3, 200), output.read_text()
         first, second, third = training(tmp_path)
-        status, said = call(*convoy("leave", first.job, "--device", "1", "--wait", "100"))
+        status, said = call(*convoy("leave", first.job, "--device", "1"))
         assert status == 0, said
         assert not psutil.pid_exists(second.pid)
         psutil.Process(third.pid).kill()
         assert eventually(lambda: "1 continue after step" in output.read_text(), 100), output.read_text()
-        status, said = call(*convoy("stop", first.job, "--wait", "100"))
+        status, said = call(*convoy("stop", first.job))
         assert status == 0, said
         assert launcher.wait(60) == 2, "as with `convoy train`, which was stopped"
     finally:

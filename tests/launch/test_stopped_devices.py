@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from convoy.launch import local
+from convoy.launch import local, supervisor
 from convoy.launch.host_job import JobOptions
 from tests.launch.test_leaving import PATHS
 
@@ -30,5 +30,6 @@ def test_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     """It held back all that the others printed, and its launcher waited for it for ever."""
     quick = (sys.executable, "-S", "-c")  # no torch is loaded
     monkeypatch.setattr(local, "CONVOY_COMMAND", quick)
-    status = local.launch_local([DEVICE], ["cpu"] * 3, JobOptions(goes_on=True, silence_s=2.0), command=quick)
+    monkeypatch.setattr(supervisor, "STOPPED_S", 2.0)
+    status = local.launch_local([DEVICE], ["cpu"] * 3, JobOptions(goes_on=True), command=quick)
     assert (status, capfd.readouterr().out) == (0, "device 1 speaks\n")

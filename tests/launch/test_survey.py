@@ -15,7 +15,6 @@ from tests.support.ssh_hosts import lab, needs_ssh
 WORKSTATION = """
 Welcome to Ubuntu! 3 updates can be applied.
 survey 1
-system Linux
 cores 16
 memory_kib 65536000
 memory_bytes
@@ -25,13 +24,13 @@ gpu NVIDIA GeForce RTX 3060 Ti
 server 10.0.0.7 2222
 mbit_per_s 2500
 """
-MAC = "survey 1\nsystem Darwin\ncores 8\nmemory_bytes 17179869184\nprocessor Apple M2\nserver \nmbit_per_s \n"
+MAC = "survey 1\ncores 8\nmemory_bytes 17179869184\nprocessor Apple M2\nserver \nmbit_per_s \n"
 
 
 def test_linux_machine_report_is_parsed() -> None:
     """Additional output of the login shell does not matter."""
     assert read_answer(WORKSTATION) == Answer(
-        "Linux", 16, 65536000 * 1024, "AMD Ryzen 9 5950X 16-Core Processor",
+        16, 65536000 * 1024, "AMD Ryzen 9 5950X 16-Core Processor",
         ("NVIDIA GeForce RTX 3060", "NVIDIA GeForce RTX 3060 Ti"), ("10.0.0.7", 2222), 312.5e6,
     )  # fmt: skip
     assert read_answer("Permission denied") is None

@@ -46,25 +46,25 @@ name = "workstation"
 host = "lab"
 kind = "cpu"
 peak_flop_per_s = 4e9
-memory_bandwidth_bytes_per_s = 4e9
+memory_bytes_per_s = 4e9
 [[device]]
 name = "desktop"
 host = "office"
 kind = "cpu"
 peak_flop_per_s = 2e9
-memory_bandwidth_bytes_per_s = 2e9
+memory_bytes_per_s = 2e9
 [[device]]
 name = "laptop"
 host = "office"
 kind = "cpu"
 peak_flop_per_s = 1e9
-memory_bandwidth_bytes_per_s = 2e9
+memory_bytes_per_s = 2e9
 [[device]]
 name = "board"
 host = "shelf"
 kind = "cpu"
 peak_flop_per_s = 1e5
-memory_bandwidth_bytes_per_s = 1e5
+memory_bytes_per_s = 1e5
 """)
 """Slow devices on a fast network: at 32x32 and six samples there is work to share."""
 
