@@ -97,7 +97,7 @@ class ConvoyRunner:
         self._part = distribute(model, plan, group, torch.zeros(1, *images.image_shape))
         self._loader = Loader(images, batch, self._part, drop_last=True)
         self._optimizer = sgd(self._part)
-        self._criterion = loss_of(F.cross_entropy)  # outputs may stay with their samples
+        self._criterion = loss_of(nn.CrossEntropyLoss())  # outputs may stay with their samples
         self._batches: Batches = iter(())
         self.rest()
 

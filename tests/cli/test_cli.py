@@ -174,4 +174,4 @@ def test_a_device_that_freezes_is_named() -> None:
     first, frozen, last = on_processes(3, "tests.cli.test_cli:train_until_one_freezes", argv, joined=False)
     assert frozen is None
     for said in (first, last):
-        assert re.match(r"device 1 \(host \S+, cpu\) .* 4 s", said), said
+        assert re.match(r"device 1 \(host \S+, cpu\) .* 4[.\d]* s", said), said

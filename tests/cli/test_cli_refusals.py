@@ -105,7 +105,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["--resume"], ["--resume without --checkpoint: name the folder"]),
     (["--plan", "auto", "--speeds", "1"], ["--speeds with --plan auto"]),
     (["--accumulate", "5"], ["--accumulate 5 with --batch 32", "must be equal", "1, 2, 4, 8, 16, 32"]),
-    (["--precision", "fp16"], ["--precision fp16 on a CPU", "use bf16"]),
+    (["--precision", "fp16"], ["precision fp16, but device 0 is a CPU", "use bf16"]),
     (["--timeout", "inf"], ["'--timeout': 'inf'", "a time is a number with or without a unit"]),
     (["--devices", "0"], ["--devices 0", "from 1 to 1024"]),
     (["--devices", "cpu,,cpu"], ["'cpu,,cpu'", "commas"]),

@@ -242,7 +242,7 @@ class Full:
 def test_partial_writes_deliver_the_whole_message(takes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also within the eight bytes of the header."""
     with connected(two_listeners()) as pair:
-        channel = pair[0]._out[0, 1]._channel
+        channel = pair[0]._out[0, 1].channel
         monkeypatch.setattr(channel, "socket", Full(channel.socket, takes))
         sent, arrived = torch.arange(20_000).to(torch.uint8), torch.zeros(20_000, dtype=torch.uint8)
         small, came = torch.ones(5), torch.zeros(5)

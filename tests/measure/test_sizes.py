@@ -159,7 +159,7 @@ def test_timed_plan_sizes_are_exact(measured: list[Measurement]) -> None:
             if isinstance(step, ComputeStep) and step.layer in ("3", "7") and step.chunks == 1:
                 for device in range(3):
                     size = local_size(step, graph[step.layer], device)
-                    if size is not None and size.samples:
+                    if size is not None and size.samples and size.tile == 1.0:  # tiles are priced by their area
                         found = costs.times.seconds(device, graph[step.layer], "forward", size)
                         assert found == pytest.approx(takes_s(graph[step.layer], size)), (plan.name, step.layer, size)
                         seen += 1

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from convoy.errors import PlanError
 from convoy.layout.layout import OnOne, Replicated, Split
-from convoy.model.graph import Graph
+from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.placing import borrowed, parameter_layouts, pin, placements
@@ -171,10 +171,10 @@ def test_dropout_in_front_moves_training_but_not_evaluation() -> None:
 def test_evaluation_gathers_weights_that_no_device_has_whole() -> None:
     """In evaluation the model is one layer; its weights are split."""
     training = graph_of("two-conv")
-    whole = trace(nets.OpaqueWhole(), torch.zeros(2, 3, 8, 8))
-    evaluation = trace(
-        nets.build("two-conv"), torch.zeros(2, 3, 8, 8, dtype=torch.float64), training=False, like=whole
-    ).graph
+    (source,), last = training.inputs, training[training.outputs[0]]
+    parameters = {p.key: p for layer in training.layers.values() for p in layer.parameters.values()}
+    model = Layer("model", "opaque", (source.name,), last.shape, parameters, per_sample=False)
+    evaluation = Graph(training.model, {source.name: source, "model": model}, ("model",))
     plan = by_name("model", "two-conv")
     wanted = borrowed(pin(plan, training, evaluation), plan, training, evaluation)
     assert wanted == {p.key: OnOne(0) for p in evaluation["model"].parameters.values()}

@@ -191,7 +191,8 @@ def test_bytes_sent_match_the_cost_model(plan: str, net: str) -> None:
     before, after = lower(exact, graph), lower(narrow(exact), graph)
     as_they_are = [s for s in after.steps if isinstance(s, GatherStatistics | GatherWeights)]
     exactly = sum(sum(traffic(s, 8).values()) for s in as_they_are)
-    assert (exactly > 0) is (plan == "sharded" or (net == "resnet" and plan in ("data", "data-by-speed", "hybrid")))
+    shares_statistics = net == "resnet" and plan in ("data", "data-by-speed", "hybrid", "spatial")
+    assert (exactly > 0) is (plan == "sharded" or shares_statistics)
     assert 4 * (after.traffic(8).total() - exactly) == before.traffic(8).total() - exactly
     assert 2 * (after.traffic(4).total() - exactly // 2) == before.traffic(4).total() - exactly // 2
     assert after.traffic(2) == before.traffic(2)
