@@ -248,8 +248,9 @@ class ConvoyStrategy(ParallelStrategy):
         for part in (entry.part for entry in self._entries):
             counts |= {p: part.weights.in_use.counts(key, device) for key, p in part.named_parameters()}
         norm = global_norm(self.group, [(p.grad, counts.get(p, device == 0)) for p in parameters if p.grad is not None])
-        for gradient in [p.grad for p in parameters if p.grad is not None and not norm <= max_norm]:
-            gradient.mul_(max_norm / (norm + 1e-6))
+        factor = max_norm / (norm + 1e-6)  # torch's
+        for gradient in [p.grad for p in parameters if p.grad is not None and not factor >= 1.0]:
+            gradient.mul_(factor)
         shards.accept_gradients(parameters)
 
     # --- checkpoints: the whole model, as on one device --------------------------------------------------------------
