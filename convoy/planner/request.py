@@ -101,7 +101,7 @@ class PlanRequest:
         for device in range(len(self.costs.network.host)):
             key = (self.costs.times.alike(device), self.costs.update_s(device), self.costs.overhead(device))
             if key not in known:
-                known[key] = self.batch / self.alone_s(device)
+                known[key] = self.batch / (self.alone_s(device) or 1.0)  # a model that runs live has no layers
             result.append(known[key])
         return Speeds(tuple(result))
 

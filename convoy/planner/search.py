@@ -113,7 +113,7 @@ class Search:
         self.model, self.graph, self.batch, self.devices = model, model.graph, model.batch, model.devices
         self.active, self.only, self.weights = tuple(active), only or {}, weights
         self.by_batch = Batch(apportion(self.batch, weights) if weights else batch_shares(model, active))
-        self.speeds = [1 / model.samples_s(d, self.batch) if d in active else 0.0 for d in range(self.devices)]
+        self.speeds = [1 / (model.samples_s(d, self.batch) or 1.0) if d in active else 0.0 for d in range(self.devices)]
         # All layers split the batch in the same shares, so the device that is slowest over all layers determines the time.
         shared = len(active) > 1
         self.last = max(active, key=lambda d: model.samples_s(d, self.by_batch.shares[d], shared))

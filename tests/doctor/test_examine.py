@@ -192,7 +192,7 @@ def test_unreachable_ssh_hosts_are_reported_and_the_others_examined(monkeypatch:
     started: list[tuple[Fleet, Sequence[str]]] = []
 
     def ask(host: Host) -> Answer | str:
-        return "ssh ended with status 255; ssh-copy-id b" if host.name == "b" else Answer("Linux", 1, 1, "", ())
+        return "ssh ended with status 255; ssh-copy-id b" if host.name == "b" else Answer(1, 1, "", ())
 
     monkeypatch.setattr(examine, "ask_one", ask)
     monkeypatch.setattr(examine, "run_on_fleet", lambda *order: started.append(order) or 0)

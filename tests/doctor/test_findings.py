@@ -39,7 +39,7 @@ def facts(device: int, devices: int = 3, *, info: dict[str, Any] | None = None, 
     own = DeviceInfo(name, f"machine {name}", "cpu", 4, 12 * GB, 1.0)
     reported = ProcessInfo("cpu", "x86_64", name, f"10.0.0.{device + 1}", str(devices), "0.1.0", "2.13", accelerator="")
     healthy: dict[str, Any] = {
-        "own": own, "inventory": Answer("Linux", 4, 16 * GB, "Xeon", ()), "cores": 4.0, "free_bytes": 12 * GB,
+        "own": own, "inventory": Answer(4, 16 * GB, "Xeon", ()), "cores": 4.0, "free_bytes": 12 * GB,
         "memory_bytes": 16 * GB, "shm_bytes": (8 << 30, 8 << 30), "open_files": 4096,
     }  # fmt: skip
     return DeviceFacts(device, replace(reported, **(info or {})), **{**healthy, **changed})
@@ -225,7 +225,7 @@ def test_machine_limits_are_findings_with_a_remedy(found: Examination, severity:
 
 
 def test_gpus_not_found_by_torch_are_a_warning() -> None:
-    inventory = Answer("Linux", 4, 16 * GB, "Xeon", ("RTX 3090",))
+    inventory = Answer(4, 16 * GB, "Xeon", ("RTX 3090",))
     assert "torch 2.13, built for processors only, finds no GPU" in only(alone(inventory=inventory)).what
     assert "torch 2.13, built for CUDA 12.8, finds no GPU" in only(alone(inventory=inventory, cuda="12.8")).what
     assert diagnose(alone(inventory=inventory, cuda="12.8", accelerators=1)) == ()
@@ -260,7 +260,7 @@ def test_facts_travel_as_json() -> None:
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_report_fits_the_terminal(width: int) -> None:
     console = Console(width=width, record=True, highlight=False, markup=False, emoji=False, file=io.StringIO())
-    named = facts(1, inventory=Answer("Linux", 4, 16 * GB, "Intel(R) Core(TM) i7-10700K CPU @ 3.80GHz", ()))
+    named = facts(1, inventory=Answer(4, 16 * GB, "Intel(R) Core(TM) i7-10700K CPU @ 3.80GHz", ()))
     for found in (job(named, closed={(0, 1): Reach.SILENT}), job(rates={(2, 0): 5e6})):
         show(found, diagnose(found), 2.34, console)
     text = console.export_text()

@@ -24,7 +24,6 @@ from convoy.planner.planner import candidates
 from studies.roofline import roofline_costs
 from tests.support import model_zoo
 from tests.support.described_fleets import asked
-from tests.support.nets import Thinking
 from tests.support.one_device import EXACT
 from tests.support.traced_models import last
 
@@ -138,15 +137,12 @@ def test_what_no_rule_splits_runs_on_whole_samples(name: str) -> None:
     assert {layer.reason.rpartition(" of ")[2].rstrip("_0123456789") for layer in opaque} == WHOLE.get(name, NOTHING)
 
 
-def test_a_model_that_cannot_be_taken_apart_stays_on_one_device_and_says_so() -> None:
+def test_a_model_that_cannot_be_taken_apart_runs_on_every_device_and_says_so() -> None:
     model = model_zoo.build("thinking")
     (x, _), *_ = model_zoo.batches("thinking", model)
     assert len({model.answer(sample)[1] for sample in x.split(1)}) > 1, "samples that are thought about differently"
-    graph = model_zoo.traced("thinking", model).graph
-    plan = candidates(asked(graph, model_zoo.BATCH, roofline_costs(FLEET)))[0].plan
-    (row,) = layer_rows(plan, graph)
-    assert row.note.startswith("torch.fx cannot trace it")
-    assert row.strategy == "one"
+    traced = model_zoo.traced("thinking", model)
+    assert traced.note.startswith("the forward of Thinking runs on every device, because torch.fx cannot trace it")
 
 
 @pytest.mark.parametrize(
@@ -160,17 +156,6 @@ def test_stochastic_depth_drops_whole_samples_or_does_nothing(chance: float, tra
     model = nn.Sequential(nn.Conv2d(3, 4, 3), StochasticDepth(chance, "row"), nn.Flatten())
     layer = trace(model, torch.zeros(2, 3, 8, 8), training=training).graph["stochastic_depth"]
     assert (layer.kind, layer.per_sample, layer.random) == (kind, True, kind == "opaque")
-
-
-def test_a_block_has_the_work_of_the_model_and_one_fingerprint_for_all_weights() -> None:
-    """It counted as no work, so that a plan for a described fleet gave all of it to one device. How much it is depends on
-    the numbers that Python looks at: devices that hold other weights until device 0's reach them take it for one model."""
-    x = torch.zeros(2, 3, 8, 8)
-    quick, slow = (trace(Thinking(clear=clear), x).graph for clear in (0.0, 1.0))
-    stem, thought, head = 2 * 8 * 27 * 16, 2 * 8 * 72 * 16, 2 * 8 * 5
-    assert quick["model"].flop == stem + head
-    assert slow["model"].flop == stem + head + 5 * (thought + head)
-    assert quick.fingerprint == slow.fingerprint
 
 
 def test_noise_is_drawn_for_each_sample_by_itself() -> None:
