@@ -1,4 +1,4 @@
-"""Runs training functions and scripts on a Ray cluster, each as one job.
+"""Runs training functions on a Ray cluster, each as one job.
 
 ::
 
