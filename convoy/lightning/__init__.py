@@ -234,10 +234,13 @@ class ConvoyStrategy(ParallelStrategy):
         self._precision_plugin = None  # the Trainer asks whether the strategy was given one
         if plugin is None:
             return
-        if plugin.precision not in PRECISIONS:
-            raise InputError(f"precision {plugin.precision!r} is not exact with Convoy: use {', '.join(PRECISIONS)}")
-        kinds = {DoublePrecision: _ExactDouble, MixedPrecision: _ExactMixed}
-        self._precision_plugin = made = object.__new__(kinds.get(type(plugin), _Exact))
+        kinds = {Precision: _Exact, DoublePrecision: _ExactDouble, MixedPrecision: _ExactMixed}
+        if type(plugin) not in kinds or plugin.precision not in PRECISIONS:
+            what = f"precision {plugin.precision!r} of a {type(plugin).__name__}"
+            raise InputError(
+                f"{what} is not exact with Convoy: give the Trainer {' or '.join(PRECISIONS)}, and no plugin"
+            )
+        self._precision_plugin = made = object.__new__(kinds[type(plugin)])
         made.__dict__.update(vars(plugin), strategy=self)
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> None:
@@ -268,15 +271,8 @@ class ConvoyStrategy(ParallelStrategy):
             return super().optimizer_state(optimizer)  # type: ignore[no-any-return]
         states = self._whole_states(optimizer)
         numbers: dict[Tensor, int] = {p: i for i, p in enumerate(shards.works_on(optimizer))}
-        groups = [(numbers[group["params"][0]], group) for group in optimizer.param_groups]
-        return {
-            "state": {numbers[p]: state for p, state in states.items()},
-            "param_groups": [
-                {k: v for k, v in group.items() if k != "params"}
-                | {"params": [*range(first, first + len(group["params"]))]}
-                for first, group in groups
-            ],
-        }
+        groups = [group | {"params": [numbers[p] for p in group["params"]]} for group in optimizer.param_groups]
+        return {"state": {numbers[p]: state for p, state in states.items()}, "param_groups": groups}
 
     def _whole_states(self, optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
         states: dict[Tensor, dict[str, Any]] = dict(optimizer.state)

@@ -50,7 +50,7 @@ def test_modules_train_unchanged_and_save_checkpoints_of_one_device(
         assert all(torch.allclose(ours[key], theirs[key], rtol=0, atol=1e-9) for key in theirs), name
 
 
-def fit(module: Any, **options: Any) -> None:
+def fit(module: Any, **options: Any) -> Any:
     """Train a demo module on one device with Convoy."""
     import lightning
     from lightning.pytorch.demos.boring_classes import RandomDataset
@@ -59,10 +59,27 @@ def fit(module: Any, **options: Any) -> None:
 
     strategy = convoy.lightning.ConvoyStrategy(plan="data", speeds=[1.0])
     trainer = lightning.Trainer(
-        strategy=strategy, accelerator="cpu", **{"devices": 1, "max_epochs": 1, **options}, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        strategy=strategy, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        **{"devices": 1, "max_epochs": 1, "enable_checkpointing": False, **options},
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(RandomDataset(32, 8), batch_size=4))
+    return trainer
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_checkpoint_with_an_empty_parameter_group_is_that_of_lightning(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.demos import BoringModel
+
+    class Module(BoringModel):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam([{"params": list(self.parameters())}, {"params": [], "lr": 0.5}])
+
+    options = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, "during")]}
+    fit(Module(), **options).save_checkpoint(tmp_path / "after.ckpt")
+    during, after = (torch.load(tmp_path / f"{name}.ckpt")["optimizer_states"][0] for name in ("during", "after"))
+    assert during["param_groups"] == after["param_groups"]  # the second is torch's own, after the training
+    assert during["state"].keys() == after["state"].keys() == {0, 1}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -70,15 +87,19 @@ def fit(module: Any, **options: Any) -> None:
     ("what", "why"),
     [
         ("manual", "automatic_optimization = False"),
-        ("precision", "precision '16-true' is not exact with Convoy"),
+        ("precision", "precision '16-true' of a HalfPrecision is not exact with Convoy"),
+        ("plugin", "precision '32-true' of a Plugin is not exact with Convoy"),
         ("devices", "the Trainer has 2 devices, but this process is alone"),
         ("lbfgs", "LBFGS computes the loss several times per step"),
     ],
 )
 def test_what_cannot_be_right_is_refused_by_name(what: str, why: str) -> None:
     from lightning.pytorch.demos import BoringModel
+    from lightning.pytorch.plugins import Precision
 
     from convoy.errors import InputError
+
+    class Plugin(Precision): ...
 
     class Module(BoringModel):
         def configure_optimizers(self) -> Any:
@@ -87,6 +108,6 @@ def test_what_cannot_be_right_is_refused_by_name(what: str, why: str) -> None:
 
     module = Module()
     module.automatic_optimization = what != "manual"
-    options = {"precision": {"precision": "16-true"}, "devices": {"devices": 2}}
+    options = {"precision": {"precision": "16-true"}, "devices": {"devices": 2}, "plugin": {"plugins": Plugin()}}
     with pytest.raises(InputError, match=why):
         fit(module, **options.get(what, {}))
