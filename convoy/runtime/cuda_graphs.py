@@ -302,12 +302,14 @@ def regions_of(executor: "Executor", program: Program, key: Key) -> Regions:
         if not isinstance(fused, Fused):
             continue
         calls = program.segments[fused.number].calls
+        tiles = {op.layer for op in fused.operations if isinstance(op, Compute) and op.tile is not None}
         runs: list[list[LayerCall]] = [[]]
         for call in calls:
             layer = executor.traced.graph[call.layer]
             # Weights that are freed after use have no fixed memory.
             freed = any(p.key in program.freed for p in layer.parameters.values())
             usable = not freed and is_plain_call(layer, executor.traced.operations[call.layer], executor.model)
+            usable = usable and call.layer not in tiles  # their calls make tensors of positions
             if not usable or call.layer in starts:
                 runs.append([])
             if usable:

@@ -76,6 +76,7 @@ class Executor:
         self.graphs: CudaGraphs | None = None
         # Cached: `get_parameter` costs the host 2 ms in each step of a ResNet-18.
         self._held = cache(lambda path: model.get_submodule(path)._parameters)
+        self._in_tile = cache(partial(kernels.tile_arithmetic, model, traced))
         for name, layer in traced.graph.layers.items():
             if layer.kind == "input":
                 continue
@@ -119,7 +120,7 @@ class Executor:
         calls = []
         for number, op in enumerate(computed):
             layer, call = graph[op.layer], self.arithmetic[op.layer].call
-            call = call if op.tile is None else self._in_tile(op).call
+            call = call if op.tile is None else self._in_tile(op.layer, op.tile).call
             drops = [name for name, user in last.items() if user == number and name not in fused.writes]
             calls += [LayerCall(op.layer, op.reads, op.writes[0], call, op.size.samples, layer.differentiable, drops)]
         return BoundSegment(tuple(wants.values()), calls)
@@ -205,7 +206,7 @@ class Executor:
         return program.expected_s[key]
 
     def _forward(self, op: ops.Compute, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
-        run, saved = self.arithmetic[op.layer] if op.tile is None else self._in_tile(op), None
+        run, saved = self.arithmetic[op.layer] if op.tile is None else self._in_tile(op.layer, op.tile), None
         with (
             self.clock.compute(op.layer, "forward"),
             kernels.under_autocast(tape.precision, self.group.torch_device.type),
@@ -223,13 +224,6 @@ class Executor:
         buffers[op.writes[0]] = kernels.widened(value, tape.precision)
         if keep:
             tape.saved[op.layer] = saved
-
-    def _in_tile(self, op: ops.Compute) -> kernels.Arithmetic:
-        """Return the arithmetic of a tile of a layer's output."""
-        assert op.tile is not None
-        layer = self.traced.graph[op.layer]
-        call = kernels.windowed_call(self.model, layer, self.traced.operations[op.layer], op.tile)
-        return kernels.Arithmetic(self.model, layer, call)
 
     def _statistics(self, op: ops.Compute, buffers: Buffers, tape: Tape) -> None:
         norm = self.norms[op.layer]

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from convoy.errors import InputError
 from convoy.layout.layout import Box
 from convoy.model.graph import Layer
-from convoy.model.operation import Operation, bind_operation, in_one_format
+from convoy.model.operation import Operation, TracedModel, bind_operation, in_one_format
 from convoy.model.windows import Span, Window
 from convoy.plan.steps import Part
 from convoy.runtime.gradients import Found, collect
@@ -226,8 +226,13 @@ def with_gradients(y: Any, g: Any) -> Pairs:
 # padding is explicit on the axes along which the device has a part.
 
 
-def windowed_call(model: nn.Module, layer: Layer, operation: Operation, tile: tuple[Box, Box]) -> Call:
-    """Return a call that computes a tile of a layer's output. `tile`: its box, and that of the window of the input."""
+def tile_arithmetic(model: nn.Module, traced: TracedModel, name: str, tile: tuple[Box, Box]) -> Arithmetic:
+    """Return the arithmetic of a tile of a layer's output. `tile`: its box, and that of the window of the input."""
+    layer = traced.graph[name]
+    return Arithmetic(model, layer, _windowed_call(model, layer, traced.operations[name], tile))
+
+
+def _windowed_call(model: nn.Module, layer: Layer, operation: Operation, tile: tuple[Box, Box]) -> Call:
     spans = list(zip(layer.windows, tile[0][2:], tile[1][2:], strict=True))
     parts = [out != (0, window.outputs) for window, out, _ in spans]
     kind = layer.windows[0].kind
@@ -243,7 +248,6 @@ def windowed_call(model: nn.Module, layer: Layer, operation: Operation, tile: tu
     # Padding of whole axes by the convolution itself needs no copy.
     padding = [w.before if w.mode == "zeros" and w.before == w.after else 0 for w, _, _ in spans]
     padding = [0 if part else p for part, p in zip(parts, padding, strict=True)]
-    groups = layer.groups
 
     def convolve(inputs: Sequence[Tensor], _samples: int) -> Tensor:
         x = inputs[0]
@@ -251,7 +255,7 @@ def windowed_call(model: nn.Module, layer: Layer, operation: Operation, tile: tu
             if not padded:
                 x = _padded(x, axis, *span)
         function: Callable[..., Tensor] = getattr(F, f"conv{len(spans)}d")
-        return function(x, module.weight, module.bias, module.stride, padding, module.dilation, groups)
+        return function(x, module.weight, module.bias, module.stride, padding, module.dilation, layer.groups)
 
     return convolve
 
