@@ -46,12 +46,12 @@ def layer_rows(plan: Plan, graph: Graph, itemsize: int = 4) -> list[LayerRow]:
     rows = []
     for step in steps.phase("forward"):
         if isinstance(step, ComputeStep):
-            layer, layout = graph[step.layer], step.writes.layout
+            layer, value, layout = graph[step.layer], step.writes, step.writes.layout
             # A sum over input channels is split like its input.
             shared = step.reads[0].layout if isinstance(layout, Partial) else layout
-            shares = map(str, shared.shares) if isinstance(shared, Split) else ["all"] * plan.devices
-            if isinstance(shared, Tiles):
-                shares = map(str, (held_entries(shared, d, step.writes.shape) for d in range(plan.devices)))
+            shares = [*map(str, shared.shares)] if isinstance(shared, Split) else ["all"] * plan.devices
+            if isinstance(shared, Tiles):  # positions, because each tile has all channels
+                shares = [str(held_entries(shared, d, value.shape) // value.shape[1]) for d in range(plan.devices)]
             parts = tuple(share if holds(layout, d) else "-" for d, share in enumerate(shares))
             name = "batch" if isinstance(layout, Split) and layout.axis == 0 else _STRATEGIES[type(layout)]
             rows.append(LayerRow(layer.name, layer.kind, name, parts, sent[layer.name], step.note or layer.reason))

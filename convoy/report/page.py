@@ -60,6 +60,7 @@ UNITS = {
     "batch": "samples",
     "filter": "filters",
     "channel": "input channels",
+    "spatial": "positions",
     "copies": "the whole layer on every device",
     "one": "on one device",
 }
@@ -378,8 +379,8 @@ def bands(layers: Sequence[LayerEntry]) -> list[list[LayerEntry]]:
         for layer in layers:
             lead = result[-1][0] if result else None
             is_free = joins_all or not (layer.flop or layer.bytes)
-            shares = layer.strategy, _parts(layer)
-            if lead is not None and is_free and not layer.note and shares == (lead.strategy, _parts(lead)):
+            shares = layer.strategy, _fractions(layer)
+            if lead is not None and is_free and not layer.note and shares == (lead.strategy, _fractions(lead)):
                 result[-1].append(layer)
             else:
                 result.append([layer])
@@ -391,7 +392,7 @@ def bands(layers: Sequence[LayerEntry]) -> list[list[LayerEntry]]:
 def layer_boxes(layer: LayerEntry, names: Sequence[str], ids: Sequence[int]) -> list[Box]:
     """Return a box for each device that has a share of the layer."""
     result = []
-    for device, part in enumerate(_parts(layer)):
+    for device, part in enumerate(_fractions(layer)):
         count, unit = layer.parts[device], UNITS.get(layer.strategy, layer.strategy)
         amount = unit if count == "all" else f"{count} {unit}, {percent(part)}"
         text = f"all on {ids[device]}" if layer.strategy == "one" else count
@@ -409,8 +410,7 @@ def work_boxes(work: Sequence[float], ids: Sequence[int]) -> list[Box]:
     ]  # fmt: skip
 
 
-def _parts(layer: LayerEntry) -> list[float]:
-    """Return each device's fraction of a layer."""
+def _fractions(layer: LayerEntry) -> list[float]:
     counts = [float(part) if part.isdigit() else float(part == "all") for part in layer.parts]
     return [round(count / (sum(counts) or 1.0), 4) for count in counts]
 
