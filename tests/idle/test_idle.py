@@ -120,6 +120,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @needs("ip", "tc", root=True)
 def test_magic_packet_reaches_the_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from tests.loops import detection
 from tests.support.loops import both
 from tests.support.slow import most_slow
 
-FASTEST = [(detection.rows_of_targets, "hybrid", "adamw"), (detection.retina_net, "hybrid", "adamw")]
+FASTEST = [(detection.rows_of_targets, "hybrid", "adamw")]
 WHOLE = [detection.retina_net, detection.ssd_lite, detection.segmentation]
 NEED_OPERATORS = [detection.faster_rcnn, detection.mask_rcnn]
 CASES = [
