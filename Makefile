@@ -5,13 +5,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ENGINES := $(VENV)/.engines
 
-# Where Python is told to keep no compiled modules, each of the hundreds of processes of the tests would compile Convoy anew.
+# The tests start hundreds of processes. Without stored bytecode each would compile Convoy.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-full check fix docs package gpu bench targets bench-full validate clean
 
 ifneq ($(shell test -L $(VENV) && echo link),)
-# The environment of another checkout: used as it is (it would be installed anew for this one, and the other one lose it), with the code here.
+# The environment of another checkout, used with the code here. Installing into it would take it from that checkout.
 export PYTHONPATH := $(CURDIR)
 $(READY) $(ENGINES): ;
 else

@@ -66,7 +66,7 @@ class Operation:
     """One call of a traced model.
 
     Attributes:
-        call: "module" (target: its path), "batch_norm" (target: path of a batch norm, of which only the normalisation runs;
+        call: "module" (target: its path), "batch_norm" (target: path of a batch norm; only its normalisation runs;
             `folded`: on rows with an axis of their own), "function" (target: the callable), "method" (target: its name),
             "attribute" (target: path of a parameter or buffer), "constant" (target: a tensor), "region" or "input".
         args, kwargs: as in the source, with placeholders for tensors and for numbers that differ between devices.
