@@ -60,6 +60,7 @@ def prepare(
         loader: an ordinary DataLoader of global batches; or a data set, with `batch_size`. Batches may be tensors, tuples,
             lists, dicts, dataclasses and named tuples, also nested. Every device loads the global batch as a plain DataLoader
             does: same order, same random numbers. If loading is slow, use `convoy.loader(dataset, batch_size, model)` instead.
+            If items have images from `convoy.data.open_image`, each device reads its part only, ordered as by `convoy.loader`.
         more: DataLoaders for tests; they are prepared alike.
         call: how the loop calls the model, e.g. `lambda model, batch: model(batch["image"], mask=batch["mask"])`. None: with
             the first tensors of a batch, as many as forward requires; or with the entries of a dict that have their names.
@@ -76,7 +77,8 @@ def prepare(
     adopt.check(model, optimizer, (loader, *more), batch_size, call)
     source = adopt.in_batches(loader, batch_size)
     group = shared_group() if group is None else group
-    example = adopt.example_of(adopt.first_batch(source), unwrapped(model), call)
+    batch = adopt.first_batch(source)
+    example = adopt.example_of(batch, unwrapped(model), call)
     state = "adam"
     if optimizer is None or isinstance(optimizer, torch.optim.SGD):
         state = "sgd-momentum" if optimizer is None or optimizer.defaults.get("momentum", 0) else "sgd"
@@ -89,7 +91,8 @@ def prepare(
     part.takes_whole = True
     if optimizer is not None:
         adopt.rebind(optimizer, names, before, part)
-    return (part, optimizer, *(adopt.AdoptedLoader(each, part) for each in (source, *more)))
+    boxed = adopt.read_by_box(batch)
+    return (part, optimizer, *(adopt.adopted(each, part, boxed=boxed) for each in (source, *more)))
 
 
 def shared_group() -> Group:

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from convoy.layout import collectives
 from convoy.layout.comm_dtype import comm_dtype_of
-from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split, everywhere, held_entries, holders
+from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split, dual, everywhere, held_entries, holders
 from convoy.layout.shares import Shares, rescale
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.plan import steps as st
@@ -315,11 +315,11 @@ class _Lowering:
         after, value, how = self.ready.get(layer.name), self.values[layer.name], self.wanted.get(layer.name)
         if after is None or how is None:
             return None
-        # If the input is a pending sum, each of its devices has the whole gradient.
-        if how == "part" and not isinstance(value.layout, Replicated):
+        # If the target is a pending sum, each of its devices has the whole gradient.
+        target = dual(value.layout) if how == "part" else Partial(tuple(range(self.plan.devices)))
+        if target == value.layout:
             return value
-        devices = tuple(range(self.plan.devices)) if how == "whole" else holders(value.layout)
-        whole = Value(f"{layer.name} whole", value.shape, Partial(devices), layer.name)
+        whole = Value(f"{layer.name} whole", value.shape, target, layer.name)
         wire = comm_dtype_of(layer.dtype, self.plan.wire)
         self._add(Move(self._id, "backward", value, whole, self.plan.reduce, tuple(after), wire=wire))
         return whole

@@ -1,6 +1,6 @@
 """Take local batches from a distributed model's inputs, and wrap or mark its outputs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -8,17 +8,17 @@ from torch import Tensor
 
 from convoy.comm.group import Group
 from convoy.errors import InputError
-from convoy.layout.layout import Layout, Replicated, Shape, box, everywhere, holders, local_shape
+from convoy.layout.layout import Box, Boxes, Layout, Replicated, Shape, box, everywhere, holders, local_shape
 from convoy.model.graph import Graph
 from convoy.model.nested import CallForm
 from convoy.model.operation import TracedModel
-from convoy.plan.steps import InputGradient, StepList
+from convoy.plan.steps import InputGradient, StepList, Value
 from convoy.runtime.exchange import redistribute
 
 # --- inputs ------------------------------------------------------------------------------------------------------------
 
 _ROWS, _BATCH = "_convoy_rows", "_convoy_batch"
-"""Attributes of a tensor's storage, which views share: rows of a global batch; (global rows, local rows) of a local one."""
+"""Attributes of a tensor's storage, which views share: rows of a global batch; (global shape, local shape) of a local one."""
 
 
 def mark_whole(y: Tensor) -> None:
@@ -26,8 +26,40 @@ def mark_whole(y: Tensor) -> None:
     setattr(y.untyped_storage(), _ROWS, y.shape[:1])
 
 
-def mark_part(x: Tensor, batch: int) -> None:
-    setattr(x.untyped_storage(), _BATCH, (batch, x.shape[0]))
+def mark_part(x: Tensor, shape: Shape) -> None:
+    """Mark a tensor as this device's part of a global batch of this shape."""
+    setattr(x.untyped_storage(), _BATCH, (shape, x.shape))
+
+
+class BatchPart(NamedTuple):
+    """This device's part of a global batch.
+
+    Attributes:
+        box: a range per axis; or only that of the samples, if devices have whole samples.
+        shape: of the global batch; empty if devices have whole samples.
+    """
+
+    box: Box
+    shape: Shape = ()
+
+    @classmethod
+    def of(cls, value: Value, device: int) -> "BatchPart":
+        here = box(value.layout, device, value.shape) or ((0, 0), *((0, n) for n in value.shape[1:]))
+        return cls(here, value.shape) if isinstance(value.layout, Boxes) else cls(here[:1])
+
+    @property
+    def rows(self) -> range:
+        return range(*self.box[0])
+
+    def spans(self, shape: Shape) -> Box:
+        """Return the part in each sample of another tensor, such as labels, which may have no axis for channels."""
+        box, whole_shape = self
+        if len(shape) == len(whole_shape) - 1:
+            box, whole_shape = (box[0], *box[2:]), (whole_shape[0], *whole_shape[2:])
+        if len(shape) != len(whole_shape):
+            return tuple((0, size) for size in shape[1:])
+        axes = zip(box[1:], whole_shape[1:], shape[1:], strict=True)
+        return tuple(span if extent == size else (0, size) for span, extent, size in axes)
 
 
 class StepInputs(NamedTuple):
@@ -66,8 +98,7 @@ def read_inputs(tensors: Sequence[Tensor], batch: int | None, whole: bool, annou
     if batch is None:
         known = [len(x) for x, w in zip(tensors, wholes, strict=True) if w and x.dim()]
         if not known:
-            marks = [(x, getattr(x.untyped_storage(), _BATCH, (0, -1))) for x in tensors if x.dim()]
-            known = [samples for x, (samples, rows) in marks if rows == x.shape[0]] or [*announced]
+            known = [shape[0] for x in tensors if (shape := _marked(x))] or [*announced]
         if not known:
             raise InputError(
                 "the size of the global batch is not known: use convoy.loader, or the loader that convoy.prepare returned, or "
@@ -82,11 +113,25 @@ def read_inputs(tensors: Sequence[Tensor], batch: int | None, whole: bool, annou
     return StepInputs(tensors, wholes, batch, from_loader, wanted)
 
 
-def sample_shapes(inputs: StepInputs, call: CallForm, traced: TracedModel, group: Group) -> tuple[Shape, ...]:
-    """Return the shape of each input per sample. Raise InputError if there is no batch axis, or another number of axes."""
-    axes = [max(1, x.dim()) for x in inputs.tensors]
+def _marked(x: Tensor) -> Shape:
+    """Return the shape of the global batch that `x` is a part of. Of a view, only the samples are known, or nothing."""
+    shape, local = getattr(x.untyped_storage(), _BATCH, ((), (-1,)))
+    return shape if local == x.shape else shape[:1] if local[:1] == x.shape[:1] else ()
+
+
+def sample_shapes(
+    inputs: StepInputs, call: CallForm, traced: TracedModel, group: Group, boxed: Collection[str]
+) -> tuple[Shape, ...]:
+    """Return the shape of each input per sample. Raise InputError if there is no batch axis, or another number of axes.
+
+    Args:
+        boxed: inputs of which devices hold boxes of each sample. A tensor of unknown origin is a box of such samples.
+    """
+    axes: list[int] = [max(1, x.dim()) for x in inputs.tensors]
+    examples: list[Shape] = [()] * len(axes)
     if call == traced.call:
         axes = [len(layer.shape) + 1 for layer in traced.graph.inputs]
+        examples = [layer.shape if layer.name in boxed else () for layer in traced.graph.inputs]
     rows = zip(inputs.tensors, inputs.wholes, axes, strict=True)
     if any(x.dim() != wanted or (whole and len(x) != inputs.batch) for x, whole, wanted in rows):
         got = ", ".join(f"{name} of {tuple(x.shape)}" for name, x in zip(call.names, inputs.tensors, strict=True))
@@ -94,7 +139,8 @@ def sample_shapes(inputs: StepInputs, call: CallForm, traced: TracedModel, group
             f"device {group.ids[group.device]} got {got}: the tensors need {axes} axes, the first of them the "
             f"{inputs.batch} samples of the batch. Give a single sample as x[None]; keep tensors without that axis in buffers"
         )
-    return tuple([tuple(x.shape[1:]) for x in inputs.tensors])
+    shapes = zip(inputs.tensors, inputs.wholes, examples, strict=True)
+    return tuple([tuple(x.shape[1:] if w else _marked(x)[1:] or known or x.shape[1:]) for x, w, known in shapes])
 
 
 def local_inputs(inputs: StepInputs, steps: StepList, graph: Graph, group: Group) -> list[Tensor]:
