@@ -308,7 +308,7 @@ class StepList:
     @property
     def joins_losses(self) -> bool:
         """Whether each device computes the loss of its samples, so that losses are summed before backward."""
-        stays = any(by_samples(value.layout) for value in self.outputs)
+        stays = any(not isinstance(value.layout, Replicated) for value in self.outputs)
         return stays and self.devices > 1 and bool(self.phase("backward"))
 
     def phase(self, phase: Phase) -> tuple[Step, ...]:

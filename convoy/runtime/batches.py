@@ -1,5 +1,6 @@
 """Take local batches from a distributed model's inputs, and wrap or mark its outputs."""
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -12,7 +13,7 @@ from convoy.layout.layout import Box, Boxes, Layout, Replicated, Shape, box, eve
 from convoy.model.graph import Graph
 from convoy.model.nested import CallForm
 from convoy.model.operation import TracedModel
-from convoy.plan.steps import InputGradient, StepList, Value
+from convoy.plan.steps import InputGradient, StepList
 from convoy.runtime.exchange import redistribute
 
 # --- inputs ------------------------------------------------------------------------------------------------------------
@@ -43,9 +44,9 @@ class BatchPart(NamedTuple):
     shape: Shape = ()
 
     @classmethod
-    def of(cls, value: Value, device: int) -> "BatchPart":
-        here = box(value.layout, device, value.shape) or ((0, 0), *((0, n) for n in value.shape[1:]))
-        return cls(here, value.shape) if isinstance(value.layout, Boxes) else cls(here[:1])
+    def of(cls, layout: Layout, shape: Shape, device: int) -> "BatchPart":
+        here = box(layout, device, shape) or ((0, 0), *((0, n) for n in shape[1:]))
+        return cls(here, shape) if isinstance(layout, Boxes) else cls(here[:1])
 
     @property
     def rows(self) -> range:
@@ -147,6 +148,8 @@ def local_inputs(inputs: StepInputs, steps: StepList, graph: Graph, group: Group
     """Return the local batch of each input. Raise InputError if the inputs do not fit the model."""
     device, parts = group.device, []
     for x, value, whole in zip(inputs.tensors, steps.inputs, inputs.wholes, strict=True):
+        # Every device may also give whole images. Its gradient would then be of the wrong shape.
+        whole = whole or (isinstance(value.layout, Boxes) and not inputs.wanted and tuple(x.shape) == value.shape)
         expected = value.shape if whole else local_shape(value.layout, device, value.shape)
         if tuple(x.shape) != expected:
             source = "the loader's last batch" if inputs.announced else "the global batch"
@@ -198,17 +201,25 @@ class OutputPart:
     Attributes:
         attached: the output of the local samples, with its autograd graph. Use it only in a loss that is summed over devices.
         batch, rows: samples in the global batch; start and stop of the local ones in it.
+        pixels: start and stop along each axis of the images, if devices have tiles of them; else empty.
         owners: the devices that have samples.
     """
 
     def __init__(self, tensor: Tensor, layout: Layout, shape: Shape, group: Group) -> None:
         self.attached, self._layout, self._shape, self.group = tensor, layout, shape, group
-        self.batch, self.rows, self.owners = shape[0], rows_of(layout, shape, group.device), holders(layout)
+        self._part = BatchPart.of(layout, shape, group.device)
+        self.batch, self.owners = shape[0], holders(layout)
+        self.rows, self.pixels = self._part.box[0], self._part.box[2:]
 
     @property
     def own(self) -> Tensor:
         """The output of the local samples, detached; zero rows if the device has no samples."""
         return self.attached.detach()
+
+    @property
+    def samples(self) -> float:
+        """The number of local samples, a fraction for tiles of images."""
+        return self.attached.numel() / math.prod(self._shape[1:])
 
     def whole(self) -> Tensor:
         """Return the output of the global batch, detached. Every device must call it."""
@@ -216,12 +227,11 @@ class OutputPart:
         return redistribute(self.group, self.own, self._layout, everyone, self._shape).clone()
 
     def rows_of(self, y: Tensor) -> Tensor:
-        """Return the local samples' rows of `y`, which has one row per sample of the global or the local batch."""
+        """Return the part of `y` for this output; `y` has one row per sample of the global or the local batch."""
         start, stop = self.rows
-        if y.dim() and len(y) == self.batch:
-            return y[start:stop]
-        if y.dim() and len(y) == stop - start:
-            return y
+        if y.dim() and len(y) in (self.batch, stop - start):
+            own = y[start:stop] if len(y) == self.batch else y
+            return own[(slice(None), *(slice(*span) for span in self._part.spans(own.shape)))]
         raise InputError(
             f"a tensor of shape {tuple(y.shape)} for an output of {self.batch} samples, {stop - start} of them on device "
             f"{self.group.device}: give the labels of the global batch, or those of the local samples in their order"
@@ -249,8 +259,3 @@ class OutputPart:
     # Python's defaults would be silently wrong here; other operators raise TypeError anyway.
     __bool__ = __eq__ = __ne__ = __len__ = __iter__ = __getitem__ = __array__ = _refuse
     __hash__ = object.__hash__
-
-
-def rows_of(layout: Layout, shape: Shape, device: int) -> tuple[int, int]:
-    here = box(layout, device, shape)
-    return here[0] if here is not None else (0, 0)

@@ -482,14 +482,16 @@ class Distributed(nn.Module):
         layouts = self.input_layouts(batch)
         if len(layouts) != 1:
             raise InputError(f"the model has {len(layouts)} inputs; the loader serves one: write a loader of your own")
-        return (
-            BatchPart(((0, batch),)) if self.is_live else BatchPart.of(self.steps(batch).inputs[0], self.group.device)
-        )
+        if self.is_live:
+            return BatchPart(((0, batch),))
+        return BatchPart.of(layouts[0], self.steps(batch).inputs[0].shape, self.group.device)
 
     def output_part(self, batch: int) -> BatchPart:
         """Return the part of the labels that this device needs: all of them, unless outputs stay where they are computed."""
         values = [v for v in self.steps(batch).outputs if not self.is_live and not isinstance(v.layout, Replicated)]
-        return BatchPart.of(values[0], self.group.device) if values else BatchPart(((0, batch),))
+        if not values:
+            return BatchPart(((0, batch),))
+        return BatchPart.of(values[0].layout, values[0].shape, self.group.device)
 
     def announce(self, batch: int | None) -> None:
         """Set the size of the next global batch of the loader; None: no more batches."""

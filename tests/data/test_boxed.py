@@ -13,6 +13,7 @@ import torch
 from convoy.data import BoxedImage, open_image
 from convoy.errors import DataError, InputError
 from convoy.layout.layout import Box
+from tests.support.counting import Counting
 
 BOX = ((1, 3), (2, 7), (4, 9))
 
@@ -70,18 +71,6 @@ def test_changes_of_a_box_are_those_of_the_whole_image() -> None:
     assert changed.shape == tuple(expected.shape)
     for box in (BOX, ((0, 3), (0, 7), (0, 9)), ((0, 3), (6, 7), (0, 1)), ((0, 3), (2, 2), (0, 9))):
         assert torch.equal(changed.read(box), expected[slices(box)])
-
-
-class Counting:
-    """An array that counts the bytes that are read from it."""
-
-    def __init__(self, values: np.ndarray) -> None:
-        self.values, self.shape, self.dtype, self.bytes = values, values.shape, values.dtype, 0
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        found = self.values[index]
-        self.bytes += found.nbytes
-        return found
 
 
 def test_only_the_box_is_read() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 import convoy
 from convoy.comm.group import Group
@@ -22,7 +22,9 @@ from convoy.plan.plan import Plan
 from convoy.plan.strategy import Spatial
 from convoy.runtime.module import Distributed
 from tests.parity.test_spatial import spatial
+from tests.support.counting import Counting
 from tests.support.nets import UNet
+from tests.support.small_script import ALONE
 from tests.support.threads import run_on_threads
 from tests.support.torch_seed import torch_seed
 
@@ -32,18 +34,6 @@ TILES = Spatial((3, 1, 2))
 
 with torch_seed(1):
     NET = UNet(2).double()
-
-
-class Counting:
-    """An array that counts the bytes that are read from it."""
-
-    def __init__(self, values: np.ndarray) -> None:
-        self.values, self.shape, self.dtype, self.bytes = values, values.shape, values.dtype, 0
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        found = self.values[index]
-        self.bytes += found.nbytes
-        return found
 
 
 class Slides(Dataset[Any]):
@@ -92,66 +82,38 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def test_net_trains_from_files_as_on_one_device_and_reads_its_boxes_only(folder: Path) -> None:
+@pytest.mark.parametrize("outputs", ["everywhere", "where-computed"])
+def test_net_trains_from_files_as_on_one_device_and_reads_its_boxes_only(folder: Path, outputs: str) -> None:
     plain = copy.deepcopy(NET)
     expected = train(plain, convoy.loader(Slides(folder, whole=True), 2), sgd(plain), F.cross_entropy)
-    read = [0] * 3
+    compared = 2 * SAMPLES * 8 * 8  # the corners that the devices compare at the start of each epoch, per channel
 
     def work(group: Group) -> tuple[list[float], dict[str, Tensor]]:
         slides, model = Slides(folder), copy.deepcopy(NET)
         part, optimizer, loader = convoy.prepare(
-            model, sgd(model), slides, batch_size=2, plan=plan_of(), group=group, speeds=(3.0, 1.0, 2.0)
+            model, sgd(model), slides, batch_size=2, plan=plan_of(outputs=outputs), group=group, speeds=(3.0, 1.0, 2.0)
         )
-        assert isinstance(part.input_layouts(2)[0], Windows)
-        losses = train(part, loader, optimizer, F.cross_entropy)
-        read[group.device] = slides.images.bytes
-        here = box(part.input_layouts(2)[0], group.device, (2, 3, SIZE, SIZE))
-        compared = 2 * SAMPLES * 3 * 8 * 8  # corners, at the start of each epoch at most
-        assert here is not None
-        assert 0 <= read[group.device] - 2 * 2 * entries(here) <= compared
-        assert read[group.device] < 2 * SAMPLES * 3 * SIZE * SIZE
+        losses = train(part, loader, optimizer, convoy.loss(nn.CrossEntropyLoss()))
+        (layout,) = part.input_layouts(2)
+        window, tile = (
+            box(layout, group.device, (2, 3, SIZE, SIZE)),
+            TILES.tiles((2, 1, SIZE, SIZE)).boxes[group.device],
+        )
+        assert isinstance(layout, Windows)
+        assert window is not None
+        assert tile is not None
+        steps, every = 4, 2 * SIZE * SIZE
+        assert (
+            0 <= slides.images.bytes - steps * entries(window) <= 3 * compared < steps * (3 * every - entries(window))
+        )
+        labels = every if outputs == "everywhere" else entries(tile)
+        assert 0 <= slides.masks.bytes - steps * labels <= compared
         return losses, part.full_state_dict()
 
     for losses, weights in run_on_threads(3, work):
         assert losses == pytest.approx(expected, abs=1e-10)
         for key, value in plain.state_dict().items():
             torch.testing.assert_close(weights[key], value, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("strategy", [TILES, Spatial((3, 0, 1, 2)), Spatial((3, 1, 2, 2), (0, 2), (2, 2))])
-def test_box_cut_by_hand_gets_the_gradient_of_the_box(strategy: Spatial) -> None:
-    x = torch.randn(2, 3, SIZE, SIZE, dtype=torch.float64)
-    plain, whole = copy.deepcopy(NET), x.clone().requires_grad_()
-    expected = plain(whole)
-    expected.square().mean().backward()
-    assert whole.grad is not None
-
-    def work(group: Group) -> None:
-        part = Distributed(NET, plan_of(strategy), group, x)
-        here = box(part.input_layouts(2)[0], group.device, tuple(x.shape)) or ((0, 0),)
-        spans = tuple(slice(*span) for span in here)
-        own = x[spans].clone().requires_grad_()
-        y = part(own, batch=2)
-        torch.testing.assert_close(y, expected, rtol=0, atol=1e-10)
-        y.square().mean().backward()
-        torch.testing.assert_close(own.grad, whole.grad[spans], rtol=0, atol=1e-10)
-
-    run_on_threads(len(strategy.shares), work)
-
-
-def test_layer_that_follows_its_input_gets_tiles_without_overlap() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3, padding=1)).double()
-    x = torch.randn(2, 3, 9, 7, dtype=torch.float64)
-    plan = spatial(model, x, 3, TILES)
-
-    def work(group: Group) -> Tensor:
-        part = Distributed(model, plan, group, x)
-        layout = part.input_layouts(2)[0]
-        assert layout == TILES.tiles(tuple(x.shape))
-        return part(x, whole=True).detach()
-
-    for y in run_on_threads(3, work):
-        torch.testing.assert_close(y, copy.deepcopy(model)(x), rtol=0, atol=1e-10)
 
 
 def test_whole_images_are_cut_by_the_loader() -> None:
@@ -179,3 +141,26 @@ def test_image_of_another_size_than_the_example_is_refused() -> None:
 
     with pytest.raises(InputError, match="got an input of shape"):
         run_on_threads(3, work)
+
+
+def test_dataloader_keeps_its_order_batches_and_workers(folder: Path) -> None:
+    slides, model = Slides(folder), copy.deepcopy(NET)
+    given = DataLoader(slides, 3, num_workers=1)
+    _, _, loader, again = convoy.prepare(model, None, given, given, plan="data", group=ALONE)
+    wanted = [*DataLoader(Slides(folder, whole=True), 3)]
+    for found in (loader, again):
+        for (x, y), (x_wanted, y_wanted) in zip(found, wanted, strict=True):
+            assert torch.equal(x, x_wanted)
+            assert torch.equal(y, y_wanted)
+
+
+def test_dataloader_with_its_own_order_is_refused(folder: Path) -> None:
+    slides = Slides(folder)
+    loader = DataLoader(slides, 2, sampler=WeightedRandomSampler([1.0] * SAMPLES, 2))
+    with pytest.raises(InputError, match="its own collate_fn or sampler, and images that are read by box"):
+        convoy.prepare(copy.deepcopy(NET), None, loader, plan="data", group=ALONE)
+
+
+def test_augment_of_images_that_are_read_by_box_is_refused(folder: Path) -> None:
+    with pytest.raises(InputError, match=r"use their crop\(\) and flip\(\)"):
+        next(iter(convoy.loader(Slides(folder), 2, augment="flip")))
