@@ -41,7 +41,7 @@ class NodeDevice:
 
     @property
     def title(self) -> str:
-        return f"{'cuda' if self.gpu else 'cpu'} on node {self.address}"
+        return f"{'1 GPU, ' * self.gpu}{self.cpus} CPU on node {self.address}"
 
 
 def devices_of(nodes: Iterable[Mapping[str, Any]]) -> list[NodeDevice]:
@@ -95,6 +95,7 @@ class ClusterJob:
         if not devices:
             remedy = "add one with `ray start --address=HOST:PORT`"
             raise InputError(f"the Ray cluster has no node with CPUs or GPUs: {remedy}")
+        print(f"Starts {len(devices)} devices: {'; '.join(device.title for device in devices)}", flush=True)
         actors = [_actor(device) for device in devices]
         points = [_points(*each, devices[-1].address) for each in zip(devices, actors, strict=True)]
         meeting, listener = points[0]
@@ -147,8 +148,8 @@ def _points(device: NodeDevice, actor: Any, peer: str) -> list[tuple[str, int]]:
         return list(ray.get(actor.meeting_points.remote(peer), timeout=START_S))
     except RayError:
         raise InputError(
-            f"the {device.title} does not start within {START_S:g} s: it takes {device.cpus} CPUs{' and a GPU' * device.gpu} "
-            "there; wait for the jobs that use them, or end them (`ray status`)"
+            f"{device.title}: no process started within {START_S:g} s; wait for the jobs that use the node, or end them "
+            "(`ray status`)"
         ) from None
 
 
