@@ -151,6 +151,7 @@ def test_a_model_that_cannot_be_copied() -> None:
     [
         # A view of x is overwritten: x changes under another name.
         (lambda _, x: x.view_as(x).relu_() + x, []),
+        (lambda _, x: (x, x.transpose(2, 3).relu_())[0], []),
         (lambda _, x: x.zero_(), []),
         (lambda _, x: x.transpose_(2, 3)[:, :, :4], ["x", "conv"]),
     ],
