@@ -1,6 +1,7 @@
 """Models whose own forward cannot be traced: it runs on every device, and submodules that can be traced are split."""
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -131,6 +132,16 @@ def test_what_runs_on_every_device_is_reported() -> None:
     assert traced.note.endswith("; split: backbone, head")
 
 
+@dataclass
+class Maps:
+    maps: Tensor
+
+
+class ReturnsMaps(nn.Sequential):
+    def forward(self, x: Tensor) -> Any:
+        return Maps(super().forward(x))
+
+
 class Sized(nn.Module):
     """A model whose forward depends on the batch, so that it cannot be traced."""
 
@@ -140,6 +151,7 @@ class Sized(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.part(x)
+        x = x.maps if isinstance(x, Maps) else x
         return self.last(x.flatten(2).mean(2) if x.dim() > 3 else x.mean(1)) if len(x) > 1 else x
 
 
@@ -166,6 +178,7 @@ PARTS = {
     "encoder": lambda: nn.TransformerEncoderLayer(6, 1, 8, dropout=0.0, batch_first=True),
     "hook": hooked,
     "gradient_hook": with_gradient_hook,
+    "dataclass": lambda: ReturnsMaps(conv(3, 6)),
 }
 
 
