@@ -221,7 +221,7 @@ def bind_operation(model: nn.Module, operation: Operation) -> Callable[[Sequence
 class _PlaceholderValues:
     """The values that replace placeholders in one call. `keep_forms`: objects stay placeholders."""
 
-    inputs: Sequence[Any]
+    inputs: Any
     batch: int
     model: nn.Module | None = None
     keep_forms: bool = False
@@ -264,7 +264,7 @@ def fill(form: Any, tensors: Sequence[Any]) -> Any:
     return _PlaceholderValues(tensors, 0).fill(form)
 
 
-def renumbered(form: Any, refs: Sequence[Ref]) -> Any:
+def renumbered(form: Any, refs: Mapping[int, Ref]) -> Any:
     """Return a nested value with `refs[i]` in place of each `Ref(i)`."""
     return _PlaceholderValues(refs, 0, keep_forms=True).fill(form)
 

@@ -93,8 +93,7 @@ class OutsideGradients:
     def _begin(self, parameter: Tensor) -> None:
         task = torch._C._current_graph_task_id()
         # The user's model may share its table of hooks (see `carry_over`), so this may be a parameter of that model.
-        own = any(parameter is p for p in self._parameters)
-        if own and task != self._task and self._sums():
+        if task != self._task and self._sums() and any(parameter is p for p in self._parameters):
             self._task = task
             at_end(self._send)
 

@@ -139,6 +139,18 @@ def test_a_forward_with_its_own_backward_is_called_live(function: Callable[..., 
     assert "has its own backward" in layers["1"].reason
 
 
+def test_a_hook_on_an_input_of_an_opaque_layer_is_refused() -> None:
+    """It would not see the gradient of the tensor's other uses."""
+
+    def hooked(_: nn.Module, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(torch.neg)
+        return x * float(x.detach().sum() < 1e9)
+
+    with pytest.raises(InputError, match="the forward of 1 registers a hook on its input"):
+        trace(nn.Sequential(nn.Conv2d(3, 3, 1), Calls(hooked)), torch.zeros(2, 3, 8, 8))
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_a_model_that_cannot_be_copied() -> None:
     model = nn.Sequential(torch.nn.utils.weight_norm(nn.Conv2d(3, 4, 1)))

@@ -133,7 +133,7 @@ def live_model(traced: TracedModel, calls: Sequence[SubmoduleCall], name: str) -
     for call, form in zip(calls, traced.result, strict=True):
         refs = _RefsInOrder()
         result = renumbered(form, refs)
-        outputs = tuple(graph.outputs[i] for i in refs.old)
+        outputs = tuple(graph.outputs[i] for i in refs)
         own, inputs = inputs[: len(call.tensors)], inputs[len(call.tensors) :]
         needed = {*own, *outputs}
         for layer in reversed(list(graph.layers.values())):
@@ -147,16 +147,11 @@ def live_model(traced: TracedModel, calls: Sequence[SubmoduleCall], name: str) -
     return replace(traced, graph=Graph(name, graph.layers, graph.outputs), live=tuple(live), seen=seen)
 
 
-class _RefsInOrder(list[Ref]):
-    """Returns for each number a `Ref` to its place among the different numbers asked for (`old`)."""
+class _RefsInOrder(dict[int, Ref]):
+    """The new `Ref` of each number asked for, numbered in order of first use."""
 
-    def __init__(self) -> None:
-        self.old: list[int] = []
-
-    def __getitem__(self, number: Any) -> Any:
-        if number not in self.old:
-            self.old.append(number)
-        return Ref(self.old.index(number))
+    def __missing__(self, number: int) -> Ref:
+        return self.setdefault(number, Ref(len(self)))
 
 
 def is_inside(path: str, others: Iterable[str]) -> bool:
