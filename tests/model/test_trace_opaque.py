@@ -142,13 +142,14 @@ def test_a_forward_with_its_own_backward_is_called_live(function: Callable[..., 
 def test_a_hook_on_an_input_of_an_opaque_layer_is_refused() -> None:
     """It would not see the gradient of the tensor's other uses."""
 
-    def hooked(_: nn.Module, x: Tensor) -> Tensor:
-        if x.requires_grad:
-            x.register_hook(torch.neg)
-        return x * float(x.detach().sum() < 1e9)
+    class Hooks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.requires_grad:
+                x.register_hook(torch.neg)  # type: ignore[no-untyped-call]
+            return x
 
     with pytest.raises(InputError, match="the forward of 1 registers a hook on its input"):
-        trace(nn.Sequential(nn.Conv2d(3, 3, 1), Calls(hooked)), torch.zeros(2, 3, 8, 8))
+        trace(nn.Sequential(nn.Conv2d(3, 3, 1), Hooks()), torch.zeros(2, 3, 8, 8))
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
