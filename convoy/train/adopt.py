@@ -1,7 +1,7 @@
 """Adapts an optimizer and a DataLoader that were made for one device to a distributed model."""
 
 import inspect
-import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -236,10 +236,11 @@ def check_prepared(model: object, optimizer: object, loader: Any, more: Sequence
         check_loader(each)
 
 
-def check(model: nn.Module, optimizer: Any, loaders: Sequence[Any], batch_size: int | None, call: Any) -> None:
-    """Raise InputError for arguments that `prepare` cannot take over. Under `convoy run --check`, print all and exit."""
-    if not os.environ.get("CONVOY_CHECK"):
-        return check_prepared(model, optimizer, loaders[0], loaders[1:])
+_refused: list[str] = []  # by all checks of this process
+
+
+def list_refusals(model: nn.Module, optimizer: Any, loaders: Sequence[Any], batch_size: int | None, call: Any) -> None:
+    """Print all that `prepare` refuses or does not split, and let the first forward of the model end the script."""
     refused: list[str] = []
 
     def tried(work: Callable[..., Any], *given: Any) -> Any:
@@ -268,7 +269,10 @@ def check(model: nn.Module, optimizer: Any, loaders: Sequence[Any], batch_size: 
         lines.append(f"{type(optimizer).__name__}: only with plans that copy parameters ('data', 'data-by-speed')")
     lines.append(f"checked prepare: {len(refused)} refused, {len(whole)} layers not split")
     print("\n".join(refused + lines), flush=True)
-    raise SystemExit(bool(refused))
+    _refused.extend(refused)
+    if not isinstance(model, nn.Module):
+        sys.exit(1)
+    unwrapped(model).register_forward_pre_hook(lambda *_: sys.exit(bool(_refused)))
 
 
 def in_batches(loader: DataLoader[Any] | Dataset[Any], batch_size: int | None) -> DataLoader[Any]:
