@@ -25,22 +25,22 @@ Step = Callable[[TracedModel, CallForm, StepInputs], Any]
 
 
 class SplitForward:
-    """The forward of a split submodule in a distributed model.
-
-    Args:
-        step: runs a step.
-        traced: returns the model's trace in the current mode.
-    """
+    """The forward of a split submodule in a distributed model."""
 
     def __init__(self, module: nn.Module, path: str, step: Step, traced: Callable[[], TracedModel]) -> None:
         self._module, self._path, self._step, self._traced = module, path, step, traced
+        self._runs = False  # the step of a submodule that is a single layer calls the submodule
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        part = self._traced().parts.get(self._path)
+        part = None if self._runs else self._traced().parts.get(self._path)
         if part is None:
             return type(self._module).forward(self._module, *args, **kwargs)
         call, tensors = part.call.read(self._module, args, kwargs)
-        return self._step(part, call, read_inputs(tensors, None, True, ()))
+        self._runs = True
+        try:
+            return self._step(part, call, read_inputs(tensors, None, True, ()))
+        finally:
+            self._runs = False
 
     def __deepcopy__(self, _memo: object) -> "SplitForward":
         return self  # the copied model gets its own

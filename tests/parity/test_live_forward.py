@@ -129,3 +129,34 @@ def test_what_runs_on_every_device_is_reported() -> None:
     assert [part.path for part in traced.live or ()] == ["backbone", "head"]
     assert traced.note.startswith("the forward of Detector runs on every device (")
     assert traced.note.endswith("; split: backbone, head")
+
+
+class CountingEncoder(nn.Module):
+    """A forward that changes an attribute, around a submodule that is a single layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.calls = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.encoder(x * self.calls)
+
+
+def test_a_split_submodule_of_one_layer_computes_the_local_batch() -> None:
+    torch.manual_seed(0)
+    model, x = CountingEncoder().double(), torch.randn(6, 3, 8, dtype=torch.float64)
+    reference = copy.deepcopy(model)
+    expected = reference(x).square().mean()
+    expected.backward()  # type: ignore[no-untyped-call]
+
+    def work(group: Group) -> tuple[Tensor, Tensor]:
+        plan = named_plan("data-by-speed", trace(model, x).graph, len(x), Speeds((2.0, 1.0)))
+        here = Distributed(model, plan, group, x)
+        loss = here(x, whole=True).square().mean()
+        loss.backward()
+        return loss.detach(), here.module.encoder.linear1.weight.grad
+
+    for loss, gradient in run_on_threads(2, work):
+        assert torch.allclose(loss, expected, rtol=0, atol=1e-10)
+        assert torch.allclose(gradient, reference.encoder.linear1.weight.grad, rtol=0, atol=1e-10)
