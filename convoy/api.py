@@ -68,7 +68,10 @@ def prepare(
         cuda_graphs, options: see `distribute`, and `PlanOptions`: speeds, fleet, budget_s, precision, slowdown, outputs, ...
     """
     dtype_named(options.get("precision", "float32"))
-    adopt.check(model, optimizer, (loader, *more), batch_size, call)
+    if os.environ.get("CONVOY_CHECK"):  # convoy run --check
+        adopt.list_refusals(model, optimizer, (loader, *more), batch_size, call)
+        return (model, optimizer, loader, *more)
+    adopt.check_prepared(model, optimizer, loader, more)
     source = adopt.in_batches(loader, batch_size)
     group = shared_group() if group is None else group
     example = adopt.example_of(adopt.first_batch(source), unwrapped(model), call)

@@ -20,7 +20,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
-from torch.utils.data import DistributedSampler
 from torchmetrics import Metric
 
 from convoy.api import shared_group, take_over
@@ -39,6 +38,7 @@ from convoy.runtime.exchange import redistribute
 from convoy.runtime.gradients import global_norm
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import full_optimizer_state
+from convoy.train.adopt import refuse_distributed_sampler
 from convoy.train.random_states import generators_in, read_states, set_states
 
 __all__ = ["ConvoyStrategy"]
@@ -158,11 +158,7 @@ class ConvoyStrategy(ParallelStrategy):
         set_states(states, generators, device)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        if isinstance(getattr(dataloader, "sampler", None), DistributedSampler):
-            raise InputError(
-                "the DataLoader has a DistributedSampler, which gives each device samples of its own: leave it out, with "
-                "shuffle=True; Convoy splits each batch"
-            )
+        refuse_distributed_sampler(dataloader)
         _auto_add_worker_init_fn(dataloader, rank=0)  # Lightning adds one with this device's rank, to what is returned
         return _SameBatches(dataloader, self)
 

@@ -25,22 +25,22 @@ Step = Callable[[TracedModel, CallForm, StepInputs], Any]
 
 
 class SplitForward:
-    """The forward of a split submodule in a distributed model."""
+    """The forward of a split submodule in a distributed model.
+
+    Args:
+        step: runs a step.
+        traced: returns the model's trace in the current mode.
+    """
 
     def __init__(self, module: nn.Module, path: str, step: Step, traced: Callable[[], TracedModel]) -> None:
         self._module, self._path, self._step, self._traced = module, path, step, traced
-        self._runs = False  # the step of a submodule that is a single layer calls the submodule
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        part = None if self._runs else self._traced().parts.get(self._path)
+        part = self._traced().parts.get(self._path)
         if part is None:
             return type(self._module).forward(self._module, *args, **kwargs)
         call, tensors = part.call.read(self._module, args, kwargs)
-        self._runs = True
-        try:
-            return self._step(part, call, read_inputs(tensors, None, True, ()))
-        finally:
-            self._runs = False
+        return self._step(part, call, read_inputs(tensors, None, True, ()))
 
     def __deepcopy__(self, _memo: object) -> "SplitForward":
         return self  # the copied model gets its own
@@ -90,9 +90,10 @@ class OutsideGradients:
             p.requires_grad_(True).register_post_accumulate_grad_hook(self._begin)  # type: ignore[no-untyped-call]
             p.requires_grad_(required)
 
-    def _begin(self, _parameter: Tensor) -> None:
+    def _begin(self, parameter: Tensor) -> None:
         task = torch._C._current_graph_task_id()
-        if task != self._task and self._sums():
+        # The user's model may share its table of hooks (see `carry_over`), so this may be a parameter of that model.
+        if task != self._task and self._sums() and any(parameter is p for p in self._parameters):
             self._task = task
             at_end(self._send)
 
