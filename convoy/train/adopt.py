@@ -113,11 +113,7 @@ class AdoptedLoader(Loader):
         return len(self.source)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Set the epoch, also of a sampler with `set_epoch`.
-
-        Args:
-            start: the position that `load_checkpoint(..., loader=loader)` restored, or 0.
-        """
+        """Set the epoch, also of a sampler with `set_epoch`. `start`: the position from a loaded checkpoint, or 0."""
         if start and (epoch, start) != self._resumed:
             raise InputError(
                 f"start {start} in epoch {epoch}: the order of a DataLoader depends on random states, which are not those of "
@@ -306,7 +302,11 @@ def check_loader(source: Any) -> None:
         )
     if source.batch_sampler is None:
         raise InputError("the DataLoader has batch_size=None, so it makes no batches: give it a batch_size")
-    if isinstance(source.sampler, data.DistributedSampler):
+    refuse_distributed_sampler(source)
+
+
+def refuse_distributed_sampler(source: Any) -> None:
+    if isinstance(getattr(source, "sampler", None), data.DistributedSampler):
         raise InputError(
             "the DataLoader has a DistributedSampler, which gives each device samples of its own: leave it out, with "
             "shuffle=True; Convoy splits each batch"
