@@ -109,7 +109,7 @@ class Distributed(nn.Module):
         self._announced: list[int] = []  # shared with deep copies
         self.finished_steps, self.repeats = 0, 0
         self.guard: Callable[[Any], Any] | None = None
-        self.takes_whole = self.stale = False
+        self.takes_whole, self.stale = takes_over, False
         self.training = model.training
         self._is_made = True
         if not takes_over:

@@ -1,7 +1,7 @@
 """Adapts an optimizer and a DataLoader that were made for one device to a distributed model."""
 
 import inspect
-import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -114,11 +114,7 @@ class AdoptedLoader(Loader):
         return len(self.source)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Set the epoch, also of a sampler with `set_epoch`.
-
-        Args:
-            start: the position that `load_checkpoint(..., loader=loader)` restored, or 0.
-        """
+        """Set the epoch, also of a sampler with `set_epoch`. `start`: the position from a loaded checkpoint, or 0."""
         if start and (epoch, start) != self._resumed:
             raise InputError(
                 f"start {start} in epoch {epoch}: the order of a DataLoader depends on random states, which are not those of "
@@ -237,10 +233,11 @@ def check_prepared(model: object, optimizer: object, loader: Any, more: Sequence
         check_loader(each)
 
 
-def check(model: nn.Module, optimizer: Any, loaders: Sequence[Any], batch_size: int | None, call: Any) -> None:
-    """Raise InputError for arguments that `prepare` cannot take over. Under `convoy run --check`, print all and exit."""
-    if not os.environ.get("CONVOY_CHECK"):
-        return check_prepared(model, optimizer, loaders[0], loaders[1:])
+_refused: list[str] = []  # by all checks of this process
+
+
+def list_refusals(model: nn.Module, optimizer: Any, loaders: Sequence[Any], batch_size: int | None, call: Any) -> None:
+    """Print all that `prepare` refuses or does not split, and let the first forward of the model end the script."""
     refused: list[str] = []
 
     def tried(work: Callable[..., Any], *given: Any) -> Any:
@@ -269,7 +266,10 @@ def check(model: nn.Module, optimizer: Any, loaders: Sequence[Any], batch_size: 
         lines.append(f"{type(optimizer).__name__}: only with plans that copy parameters ('data', 'data-by-speed')")
     lines.append(f"checked prepare: {len(refused)} refused, {len(whole)} layers not split")
     print("\n".join(refused + lines), flush=True)
-    raise SystemExit(bool(refused))
+    _refused.extend(refused)
+    if not isinstance(model, nn.Module):
+        sys.exit(1)
+    unwrapped(model).register_forward_pre_hook(lambda *_: sys.exit(bool(_refused)))
 
 
 def in_batches(loader: DataLoader[Any] | Dataset[Any], batch_size: int | None) -> DataLoader[Any]:
@@ -303,7 +303,11 @@ def check_loader(source: Any) -> None:
         )
     if source.batch_sampler is None:
         raise InputError("the DataLoader has batch_size=None, so it makes no batches: give it a batch_size")
-    if isinstance(source.sampler, data.DistributedSampler):
+    refuse_distributed_sampler(source)
+
+
+def refuse_distributed_sampler(source: Any) -> None:
+    if isinstance(getattr(source, "sampler", None), data.DistributedSampler):
         raise InputError(
             "the DataLoader has a DistributedSampler, which gives each device samples of its own: leave it out, with "
             "shuffle=True; Convoy splits each batch"
@@ -346,7 +350,7 @@ def read_by_box(item: Any) -> bool:
     return isinstance(item, tuple | list) and any(isinstance(each, BoxedImage) for each in item)
 
 
-def adopted(source: DataLoader[Any], model: Distributed, *, boxed: bool) -> Loader:
+def loader_of(source: DataLoader[Any], model: Distributed, *, boxed: bool) -> Loader:
     """Return the loader of a distributed model for an ordinary DataLoader, or for a data set of images that are read by box.
 
     A plain DataLoader makes no batches of such images. So the loader is `convoy.loader`, with the seed 0.
