@@ -15,7 +15,7 @@ _HOMES = {
     "convoy.api": ("prepare", "is_first", "print", "wait_for_everyone", "make_plan", "distribute", "loader"),
     "convoy.launch.local": ("notebook",),
     "convoy.elastic.entrance": ("join",),
-    "convoy.train.loss": ("loss", "DiceLoss"),
+    "convoy.train.loss": ("loss",),
     "convoy.model.tracing": ("register_layer",),
     "convoy.plan.plan": ("Plan",),
     "convoy.train": ("Rebalancer", "WeightAverage", "GradScaler", "clip_grad_norm_"),
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from convoy.plan.plan import Plan
     from convoy.runlog.recorder import record
     from convoy.train import GradScaler, Rebalancer, WeightAverage, clip_grad_norm_
-    from convoy.train.loss import DiceLoss, loss
+    from convoy.train.loss import loss
 
 
 def __getattr__(name: str) -> Any:

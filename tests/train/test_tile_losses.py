@@ -47,7 +47,7 @@ CASES: dict[str, tuple[Any, Any, Tensor]] = {
     "bce": (nn.BCEWithLogitsLoss(pos_weight=WEIGHT[:, None, None]), None, TARGETS.sigmoid()),
     "mse, one target for all channels": (nn.MSELoss(), None, TARGETS[:, :1]),
     "kl, by samples": (nn.KLDivLoss(reduction="batchmean"), None, TARGETS.softmax(1)),
-    "dice": (convoy.DiceLoss(ignore_index=255), dice, CLASSES),
+    "dice": (convoy.train.DiceLoss(ignore_index=255), dice, CLASSES),
 }
 
 
@@ -98,7 +98,7 @@ def test_dice_of_one_channel_counts_the_pixels_of_class_1() -> None:
     x, y = LOGITS[:, :1], CLASSES % 2
     p, t = x.sigmoid(), y[:, None].double()
     expected = 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
-    torch.testing.assert_close(convoy.DiceLoss()(x, y), expected)
+    torch.testing.assert_close(convoy.train.DiceLoss()(x, y), expected)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_dice_of_one_channel_counts_the_pixels_of_class_1() -> None:
     [
         (nn.MultiLabelSoftMarginLoss(), TARGETS.sigmoid().round(), "needs whole samples"),
         (nn.BCEWithLogitsLoss(weight=torch.ones(9, 7)), TARGETS.sigmoid(), "from pixel to pixel"),
-        (convoy.DiceLoss(), TARGETS, r"targets of \(\d, 5, 9, 7\).*give a class number for each pixel"),
+        (convoy.train.DiceLoss(), TARGETS, r"targets of \(\d, 5, 9, 7\).*give a class number for each pixel"),
     ],
 )
 def test_criterion_that_needs_more_than_a_tile_is_refused(criterion: Any, y: Tensor, why: str) -> None:
@@ -145,7 +145,7 @@ def test_unet_trains_on_tiles_without_sending_outputs() -> None:
 
     def work(group: Group) -> None:
         model = Distributed(net, plan, group, x)
-        entropy, overlap = convoy.loss(nn.CrossEntropyLoss()), convoy.loss(convoy.DiceLoss())
+        entropy, overlap = convoy.loss(nn.CrossEntropyLoss()), convoy.loss(convoy.train.DiceLoss())
         losses = train(model, lambda x: model(x, whole=True), lambda a, b: entropy(a, b) + overlap(a, b))
         assert losses == pytest.approx(expected, abs=1e-10)
         for key, value in model.full_state_dict().items():
