@@ -3,8 +3,7 @@
     model, optimizer, loader = convoy.prepare(model, optimizer, loader)
 
 That is `join`, `make_plan`, `distribute` and `loader` in one. More is in `convoy.train` (averages, clipping, rebalancing),
-`convoy.checkpoint`, `convoy.data`, `convoy.errors` and `convoy.api`. Names and these modules are loaded at first use, so that
-`import convoy` costs no more than importing torch.
+`convoy.checkpoint`, `convoy.data`, `convoy.errors` and `convoy.api`. All load at first use: importing costs as much as torch.
 """
 
 from importlib import import_module

@@ -3,7 +3,7 @@
 import builtins
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -16,7 +16,7 @@ from convoy.comm.environment import read_process_env
 from convoy.comm.group import Group, group_of_process
 from convoy.elastic.entrance import join
 from convoy.machine.accelerator import pick_device
-from convoy.measure.planning import Plans, make_plans
+from convoy.measure.planning import Plans, PlansOptions, make_plans
 from convoy.model.nested import Example
 from convoy.model.tracing import unwrapped
 from convoy.plan.placing import placements
@@ -60,36 +60,45 @@ def prepare(
         loader: an ordinary DataLoader of global batches; or a data set, with `batch_size`. Batches may be tensors, tuples,
             lists, dicts, dataclasses and named tuples, also nested. Every device loads the global batch as a plain DataLoader
             does: same order, same random numbers. If loading is slow, use `convoy.loader(dataset, batch_size, model)` instead.
+            If items have images from `convoy.data.open_image`, each device reads its part only, ordered as by `convoy.loader`.
         more: DataLoaders for tests; they are prepared alike.
         call: how the loop calls the model, e.g. `lambda model, batch: model(batch["image"], mask=batch["mask"])`. None: with
             the first tensors of a batch, as many as forward requires; or with the entries of a dict that have their names.
         plan: a name, a plan as from a file, or "auto": the devices are measured, and the planner chooses.
         group: the devices, from `convoy.join`; None: joined here, once per process, and left at its end.
-        cuda_graphs: as for `distribute`.
-        options: see `PlanOptions`: speeds, fleet, budget_s, precision, slowdown, outputs, ...
-
-    Raises:
-        InputError: an optimizer of another model, a loader whose batches cannot be split, a model that does not run.
+        cuda_graphs, options: see `distribute`, and `PlanOptions`: speeds, fleet, budget_s, precision, slowdown, outputs, ...
     """
-    precision, slowdown = options.get("precision", "float32"), options.get("slowdown", 1.0)
-    dtype_named(precision)
-    adopt.check(model, optimizer, (loader, *more), batch_size, call)
+    dtype_named(options.get("precision", "float32"))
+    if os.environ.get("CONVOY_CHECK"):  # convoy run --check
+        adopt.list_refusals(model, optimizer, (loader, *more), batch_size, call)
+        return (model, optimizer, loader, *more)
+    adopt.check_prepared(model, optimizer, loader, more)
     source = adopt.in_batches(loader, batch_size)
     group = shared_group() if group is None else group
-    example = adopt.example_of(adopt.first_batch(source), unwrapped(model), call)
-    state = "adam"
-    if optimizer is None or isinstance(optimizer, torch.optim.SGD):
-        state = "sgd-momentum" if optimizer is None or optimizer.defaults.get("momentum", 0) else "sgd"
-    made = make_plans(model, example, adopt.batch_size_of(source), group, plan, optimizer=state, **options)[0]
+    batch = adopt.first_batch(source)
+    example, boxed = adopt.example_of(batch, unwrapped(model), call), adopt.read_by_box(batch)
+    adopted = [] if optimizer is None else [optimizer]
+    part = take_over(model, example, adopt.batch_size_of(source), group, plan, adopted, cuda_graphs, **options)
+    return (part, optimizer, *(adopt.loader_of(each, part, boxed=boxed) for each in (source, *more)))
+
+
+def take_over(
+    model: nn.Module, example: Example, batch: int, group: Group, plan: str | Plan, optimizers: Sequence[Optimizer],
+    cuda_graphs: bool = False, **options: Unpack[PlansOptions],
+) -> Distributed:  # fmt: skip
+    """Plan and distribute a model in place, and let its optimizers work on the shards; see `prepare`."""
+    options["optimizer"] = "adam"
+    if all(isinstance(each, torch.optim.SGD) for each in optimizers):
+        momentum = not optimizers or any(each.defaults["momentum"] for each in optimizers)
+        options["optimizer"] = "sgd-momentum" if momentum else "sgd"
+    made = make_plans(model, example, batch, group, plan, **options)[0]
     names: dict[Tensor, str] = {parameter: name for name, parameter in unwrapped(model).named_parameters()}
-    before = {} if optimizer is None else adopt.state_rows(optimizer, names)
-    part = Distributed(model, made, group, example, slowdown=slowdown, cuda_graphs=cuda_graphs, takes_over=True)
-    compute_in(part, precision)
-    print_unsplit(part)
-    part.takes_whole = True
-    if optimizer is not None:
-        adopt.rebind(optimizer, names, before, part)
-    return (part, optimizer, *(adopt.AdoptedLoader(each, part) for each in (source, *more)))
+    before = [adopt.state_rows(each, names) for each in optimizers]
+    how: dict[str, Any] = {key: value for key, value in options.items() if key in ("slowdown", "precision")}
+    part = distribute(model, made, group, example, cuda_graphs=cuda_graphs, takes_over=True, **how)
+    for optimizer, rows in zip(optimizers, before, strict=True):
+        adopt.rebind(optimizer, names, rows, part)
+    return part
 
 
 def shared_group() -> Group:
@@ -98,13 +107,6 @@ def shared_group() -> Group:
     if _group is None or _group.failure is not None:
         _group = join()
     return _group
-
-
-def print_unsplit(part: Distributed) -> None:
-    graph, note = part.traced[True].graph, part.traced[True].note
-    rows = filter(None, (note, graph.unsplit({name: p.gives for name, p in placements(part.plan, graph).items()})))
-    if part.group.devices > 1 and part.group.device == 0 and (text := "\n".join(rows)):
-        builtins.print(text, file=sys.stderr, flush=True)
 
 
 def is_first() -> bool:
@@ -156,6 +158,7 @@ def distribute(
     slowdown: float = 1.0,
     precision: str = "float32",
     cuda_graphs: bool = False,
+    takes_over: bool = False,
 ) -> Distributed:
     """Return this device's part of a model; see `Distributed`. Every device must call it.
 
@@ -164,7 +167,10 @@ def distribute(
             Weights and messages keep their type. With fp16, use `convoy.GradScaler` for the loss.
         cuda_graphs: on NVIDIA GPUs, launch runs of layers as CUDA graphs; it keeps activations' memory between steps.
     """
-    part = Distributed(model, plan, group, example, slowdown=slowdown, cuda_graphs=cuda_graphs)
+    part = Distributed(model, plan, group, example, slowdown=slowdown, cuda_graphs=cuda_graphs, takes_over=takes_over)
     compute_in(part, precision)
-    print_unsplit(part)
+    graph, note = part.traced[True].graph, part.traced[True].note
+    rows = filter(None, (note, graph.unsplit({name: p.gives for name, p in placements(part.plan, graph).items()})))
+    if group.devices > 1 and group.device == 0 and (text := "\n".join(rows)):
+        builtins.print(text, file=sys.stderr, flush=True)
     return part

@@ -4,11 +4,11 @@ import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from convoy.api import Plans
 from convoy.comm.control_messages import gather
 from convoy.config.run_file import RunSettings
 from convoy.config.train_options import key_of
 from convoy.errors import ConvoyError
+from convoy.measure.planning import Plans
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.text import layer_rows, work_shares

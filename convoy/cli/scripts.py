@@ -28,6 +28,7 @@ def run(
     goes_on: Annotated[bool, flag("Continue if a device is lost; needs convoy.train.Members.", "--goes-on")] = False,
     join: Annotated[str | None, option("HOST:PORT", "Join the job of the same script, started with --listen.")] = None,
     pair: Annotated[str | None, option("HOST:PORT", "First get the key from convoy fleet key --to there.")] = None,
+    on: Annotated[str | None, option("ENGINE", "Run on the nodes of a cluster: ray. They get this folder.")] = None,
     **given: Any,
 ) -> None:
     """Run your own script on every device, one process each, as one job.
@@ -48,6 +49,13 @@ def run(
     settings = resolve_settings(None, given).settings
     one_of_job, listen = in_job(), settings.listen
     choose_key(settings.job_key, pair, settings.trust_network)
+    if on is not None:
+        if on != "ray" or join or logs or check or any(given[name] for name in ("devices", "fleet", "listen", "port")):
+            others = "--devices, --fleet, --listen, --join, --logs, --check and --port"
+            raise InputError(f"--on {on}: the only engine is ray; leave out {others}")
+        from convoy.ray.script import run_on_cluster
+
+        raise typer.Exit(run_on_cluster(argv, goes_on))
     if join and (listen or settings.fleet or one_of_job):
         raise InputError("--listen and --join: give one of them, and --join with one device of this machine")
     if listen or join:

@@ -7,15 +7,16 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 
 from convoy._version import __version__
 from convoy.checkpoint.run_folder import decode, encode
-from convoy.comm.connection import Fields
+from convoy.comm.connection import Connection, Fields
 from convoy.comm.control_messages import gather
+from convoy.comm.deadlines import TIMEOUT_S, wait_limit
 from convoy.machine import roster
 from convoy.machine.accelerator import modes
 from convoy.runtime.module import Distributed
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 Address = tuple[str, int]
 
-FRESH_S = 1.0  # after this time without a request a process counts as gone; a waiting process sends far more often
 POLL_S, SPARE_POLL_S = 0.03, 1.0  # between two requests: before the decision, and as a spare
 DECISION_S = 10.0  # to wait for a running decision when the training ends
 
@@ -42,13 +42,17 @@ class Applicant:
     Attributes:
         mark: a random id of the process.
         facts: the process's description of itself.
+        connection: that of its last request; the listener closes it when the process has ended.
+        gap_s: longest time between two requests.
         device: the id with which it joins; None before the admission.
     """
 
     mark: str
     address: Address
     facts: Fields
-    asked_s: float = 0.0
+    connection: Connection
+    asked_s: float = field(default_factory=time.monotonic)
+    gap_s: float = 0.0
     verdict: Literal["none", "wanted", "spare", "refused"] = "none"
     reason: str = ""
     device: int | None = None
@@ -66,16 +70,17 @@ class Applicants:
         """Store a request, on the listener's thread. Return the reply and the process's device id, None if not admitted."""
         with self._lock:
             known = self._found.setdefault(applicant.mark, applicant)
-            known.asked_s = time.monotonic()
+            known.gap_s = max(known.gap_s, applicant.asked_s - known.asked_s)
+            known.asked_s, known.connection = applicant.asked_s, applicant.connection
             decided = known.verdict in ("spare", "refused")
             return {known.verdict: known.reason} if decided else {"wait": True}, known.device
 
     def waiting(self, verdict: str) -> list[Applicant]:
         """Return the processes with this verdict that still wait."""
         with self._lock:
-            oldest_s = time.monotonic() - FRESH_S
-            self._found = {m: each for m, each in self._found.items() if each.asked_s > oldest_s - SPARE_POLL_S}
-            return [each for each in self._found.values() if each.verdict == verdict and each.asked_s > oldest_s]
+            now_s, found = time.monotonic(), self._found
+            self._found = {m: a for m, a in found.items() if a.asked_s + wait_limit([a.gap_s], TIMEOUT_S) > now_s}
+            return [a for a in self._found.values() if a.verdict == verdict and a.connection.socket.fileno() >= 0]
 
     def after_regroup(self) -> None:
         """Drop the requests of joined devices, and reset the decisions about spares."""
@@ -195,10 +200,7 @@ class ScriptAdmission:
         if (refused := refusal(facts, required_facts(self.model))) is not None:
             return refused
         if not self.has_epochs():
-            return "refused", (
-                "the job's script has no `for epoch in members.epochs(n):`, where devices join: write it around the loop "
-                "over batches"
-            )
+            return "refused", "the job's script lacks `for epoch in members.epochs(n):` around its loop over batches"
         return "wanted", ""
 
     def note_joined(self, device: int, facts: Fields) -> None:

@@ -3,6 +3,7 @@
 import os
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import final
@@ -12,7 +13,7 @@ import torch
 from convoy._version import __version__
 from convoy.comm import processes
 from convoy.comm.connection import Connection, Credentials, Fields, NotOfThisJob, credentials_of
-from convoy.comm.deadlines import TIMEOUT_S
+from convoy.comm.deadlines import TIMEOUT_S, wait_limit
 from convoy.comm.environment import JOIN, ProcessEnv, own_address
 from convoy.comm.group import AloneGroup, ChangingGroup, Group
 from convoy.comm.job_key import KEY_PIPE, MAX_BYTES, hand_over
@@ -22,7 +23,6 @@ from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.machine import roster
 from convoy.machine.process import watch_parent
 
-ANSWER_S = 5.0  # limit for a reply, which the listener's thread sends
 HELLO_S = 10.0  # limit for the first reply, long because the job may be starting
 REFUSED_S = 3.0  # a refused first request is repeated this long, for the same reason
 RETRY_S = 0.2
@@ -89,8 +89,9 @@ class Entrance:
         self.credentials, self.mark = credentials, uuid.uuid4().hex
         self.addresses = list(addresses)
         self._unanswered = 0  # consecutive requests without a reply
+        self._trips_s = deque([0.6], 32)  # recent requests and replies. Assume a slow link at first
         self._token = ""
-        self._connection: tuple[Address, Connection] | None = None
+        self._open: dict[Address, Connection] = {}  # at most one
         self._offer: Fields = {}
 
     def hello(self, limit_s: float) -> Fields:
@@ -183,26 +184,26 @@ class Entrance:
         return ", ".join(map(_shown, self.addresses[:4])) + (", ..." if len(self.addresses) > 4 else "")
 
     def _request(self, address: Address, request: Fields) -> Fields:
-        deadline_s = time.monotonic() + ANSWER_S
+        begin_s = time.monotonic()
+        deadline_s = begin_s + wait_limit(self._trips_s, TIMEOUT_S)
         request = {"for": "join", **request}
-        if self._connection is not None and self._connection[0] != address:
-            self._disconnect()
         try:
-            if self._connection is None:
-                connection, answer = self.credentials.connect(address, request, deadline_s)
-                self._connection = address, connection
-                return answer
-            self._connection[1].deadline(deadline_s)
-            return self._connection[1].ask(request)
+            if address in self._open:
+                self._open[address].deadline(deadline_s)
+                answer = self._open[address].ask(request)
+            else:
+                self._disconnect()
+                self._open[address], answer = self.credentials.connect(address, request, deadline_s)
         except BaseException:
             self._disconnect()
             raise
+        self._trips_s.append(time.monotonic() - begin_s)
+        return answer
 
     def _disconnect(self) -> None:
-        if self._connection is not None:
+        while self._open:
             with suppress(OSError):
-                self._connection[1].close()
-        self._connection = None
+                self._open.popitem()[1].close()
 
 
 def _addresses(reply: Fields) -> list[Address]:

@@ -254,10 +254,7 @@ class Members:
                 "`for epoch in members.epochs(n):` around the loop over batches, on all devices"
             )
         if self.every > 1:
-            raise InputError(
-                f"every={self.every} with `with members.step()`, which cannot undo your loop's actions after a step: leave "
-                "it out"
-            )
+            raise InputError(f"every={self.every} with `with members.step()`, which needs 1: leave it out")
         self._is_script, self._timed = True, False
         self.run_state = lambda: self._epoch, lambda epoch: setattr(self, "_epoch", epoch)
         self._signals.enter_context(handle_signals(self))

@@ -220,7 +220,7 @@ class Membership:
         rows = [[d, *address] for d, address in self._addresses.items()]
         return {"call": _row(generation), "store": self._store, "addresses": rows, "parted": sorted(self.parted)}
 
-    def _answer_join(self, request: Fields, _: Connection) -> Fields | None:
+    def _answer_join(self, request: Fields, connection: Connection) -> Fields | None:
         with self._changed:
             state = self._state
             if state.phase == "out":
@@ -232,7 +232,7 @@ class Membership:
             if state.leader != self.me:
                 return {"elsewhere": True, "addresses": [self._addresses[d] for d in state.candidates]}
             host, port = request["address"]
-            applicant = Applicant(str(request["mark"]), (str(host), int(port)), request["facts"])
+            applicant = Applicant(str(request["mark"]), (str(host), int(port)), request["facts"], connection)
             reply, device = self.applicants.ask(applicant)
             if device is not None and self._store is not None and state.called and device in state.called.members:
                 return {**self._call(state.called), "device": device}

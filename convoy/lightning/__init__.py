@@ -7,29 +7,29 @@ A module is distributed when `training_step` first calls it, and is an ordinary 
 it stays the same object, and its parameters may be shards.
 """
 
-import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Unpack
 
 import torch
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch.plugins import DoublePrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
-from torch.utils.data import DistributedSampler
 from torchmetrics import Metric
 
-from convoy.api import print_unsplit, shared_group
+from convoy.api import shared_group, take_over
 from convoy.comm.control_messages import from_first, gather
 from convoy.comm.environment import read_process_env
 from convoy.errors import InputError
 from convoy.layout.layout import OnOne, everywhere
 from convoy.machine.accelerator import random_state_kept
-from convoy.measure.planning import make_plans
+from convoy.model.nested import Arguments, map_tensors
+from convoy.model.tracing import samples_in
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO
 from convoy.planner.request import PlanOptions
@@ -38,8 +38,7 @@ from convoy.runtime.exchange import redistribute
 from convoy.runtime.gradients import global_norm
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import full_optimizer_state
-from convoy.runtime.precision import compute_in
-from convoy.train.adopt import rebind, state_rows
+from convoy.train.adopt import refuse_distributed_sampler
 from convoy.train.random_states import generators_in, read_states, set_states
 
 __all__ = ["ConvoyStrategy"]
@@ -107,7 +106,7 @@ class ConvoyStrategy(ParallelStrategy):
                 f"{name} has automatic_optimization = False, so Convoy cannot know where a step ends: let training_step return "
                 "the loss, or use convoy.prepare in a loop of your own"
             )
-        if module._compiler_ctx is not None or any(hasattr(each, "_orig_mod") for each in module.modules()):
+        if any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in module.modules()):
             raise InputError(f"{name} uses torch.compile, but Convoy calls layers one by one: leave torch.compile out")
         for each in module.modules():
             if isinstance(each, Metric):
@@ -159,11 +158,8 @@ class ConvoyStrategy(ParallelStrategy):
         set_states(states, generators, device)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        if isinstance(getattr(dataloader, "sampler", None), DistributedSampler):
-            raise InputError(
-                "the DataLoader has a DistributedSampler, which gives each device samples of its own: leave it out, with "
-                "shuffle=True; Convoy splits each batch"
-            )
+        refuse_distributed_sampler(dataloader)
+        _auto_add_worker_init_fn(dataloader, rank=0)  # Lightning adds one with this device's rank, to what is returned
         return _SameBatches(dataloader, self)
 
     # --- training ----------------------------------------------------------------------------------------------------
@@ -187,8 +183,8 @@ class ConvoyStrategy(ParallelStrategy):
             )
         return output
 
-    def distribute(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> Distributed:
-        """Return this device's part of a module, for a global batch of inputs. Every device calls it."""
+    def distribute(self, name: str, module: nn.Module, example: Arguments) -> Distributed:
+        """Return this device's part of a module, for a call with a global batch. Every device calls it."""
         inside = {*module.modules()}
         names: dict[Tensor, str] = {p: key for key, p in module.named_parameters()}
         for other in self._entries:
@@ -198,27 +194,19 @@ class ConvoyStrategy(ParallelStrategy):
                 raise InputError(
                     f"training_step calls {other.name} and {name}, which have the same parameters: call one of them"
                 )
-        if odd := [type(x).__name__ for x in inputs if not isinstance(x, Tensor)]:
+        given = [*example.args, *example.kwargs.values()]
+        if (batch := samples_in(given)) < 1:
+            kinds = ", ".join(type(each).__name__ for each in given)
             raise InputError(
-                f"training_step calls {name} with a {odd[0]}, but Convoy splits tensors whose first axis is the batch: give it "
-                "such tensors only, and everything else when the module is made"
+                f"training_step calls {name}({kinds}), but Convoy splits a module's first argument along its first axis: give "
+                "it a batch first, as a tensor or in a tuple, list or dict"
             )
         group, precision = self.group, PRECISIONS[self.precision_plugin.precision]
         trained = [each for each in self.optimizers if names.keys() & {*shards.works_on(each)}]
-        state = "sgd-momentum" if all(isinstance(each, torch.optim.SGD) for each in trained) else "adam"
+        options: dict[str, Any] = {"net": name, "precision": precision, **self.options}
         with random_state_kept(group.torch_device), torch.autocast(group.torch_device.type, enabled=False):
-            example = [x.detach() for x in inputs]
-            options: dict[str, Any] = {"optimizer": state, "precision": precision, **self.options}
-            plan = make_plans(module, example, len(inputs[0]), group, self.plan, net=name, **options)[0]
-            states = [state_rows(each, names) for each in trained]
-            slowdown = options.get("slowdown", 1.0)
-            part = Distributed(module, plan, group, example, takes_over=True, slowdown=slowdown)
-            compute_in(part, precision)
-            for optimizer, rows in zip(trained, states, strict=True):
-                rebind(optimizer, names, rows, part)
-        part.takes_whole = True
-        print_unsplit(part)
-        rank_zero_info(f"Convoy: {name} is distributed over {group.devices} devices, plan {plan.name}")
+            part = take_over(module, map_tensors(example, Tensor.detach), batch, group, self.plan, trained, **options)
+        rank_zero_info(f"Convoy: {name} is distributed over {group.devices} devices, plan {part.plan.name}")
         return part
 
     @contextmanager
@@ -299,12 +287,11 @@ class _Entry:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.remove()  # the distributed model calls the module's own forward
         try:
-            inputs = inspect.signature(self.module.forward).bind(*args, **kwargs).args
             if self.part is None:
-                self.part = self._strategy.distribute(self.name or "forward", self.module, inputs)
+                self.part = self._strategy.distribute(self.name or "forward", self.module, Arguments(args, kwargs))
             self.part.training = self.module.training
             with self.part.no_sync() if self._strategy.accumulates else nullcontext():
-                return self.part(*inputs)
+                return self.part(*args, **kwargs)
         finally:
             self._place()
 

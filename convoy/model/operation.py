@@ -219,11 +219,12 @@ def bind_operation(model: nn.Module, operation: Operation) -> Callable[[Sequence
 
 @dataclass(frozen=True, slots=True)
 class _PlaceholderValues:
-    """The values that replace placeholders in one call."""
+    """The values that replace placeholders in one call. `keep_forms`: objects stay placeholders."""
 
-    inputs: Sequence[Any]
+    inputs: Any
     batch: int
     model: nn.Module | None = None
+    keep_forms: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -243,7 +244,8 @@ class _PlaceholderValues:
             case Here():
                 return self.device
             case Form(make, args, kwargs):
-                return make(*map(self.fill, args), **self.fill(dict(kwargs)))
+                args, kwargs = self.fill(args), self.fill(dict(kwargs))
+                return Form(make, args, kwargs) if self.keep_forms else make(*args, **kwargs)
             case tuple() if hasattr(arg, "_fields"):
                 return type(arg)(*map(self.fill, arg))
             case tuple():
@@ -260,6 +262,11 @@ class _PlaceholderValues:
 def fill(form: Any, tensors: Sequence[Any]) -> Any:
     """Return a nested value with these tensors in place of each `Ref`, in new objects that the caller may change."""
     return _PlaceholderValues(tensors, 0).fill(form)
+
+
+def renumbered(form: Any, refs: Mapping[int, Ref]) -> Any:
+    """Return a nested value with `refs[i]` in place of each `Ref(i)`."""
+    return _PlaceholderValues(refs, 0, keep_forms=True).fill(form)
 
 
 def with_trained(traced: TracedModel, trained: Collection[str]) -> TracedModel:

@@ -13,15 +13,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import ray
 import torch
-from ray import train
-from ray.train.backend import Backend
-from ray.train.torch import TorchConfig, get_device
 
 from convoy.comm.environment import LISTENER, listen_at
 from convoy.comm.job_key import KEY_PIPE, hand_over, make_key
+from convoy.errors import InputError
 from convoy.machine.launch_env import hidden
+
+try:
+    import ray
+except ModuleNotFoundError:
+    raise InputError("convoy.ray needs Ray: pip install 'convoy-train[ray]'") from None
+from ray import train
+from ray.train.backend import Backend
+from ray.train.torch import TorchConfig, get_device
 
 
 class ConvoyConfig(TorchConfig):  # type: ignore[misc]

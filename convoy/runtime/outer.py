@@ -90,9 +90,10 @@ class OutsideGradients:
             p.requires_grad_(True).register_post_accumulate_grad_hook(self._begin)  # type: ignore[no-untyped-call]
             p.requires_grad_(required)
 
-    def _begin(self, _parameter: Tensor) -> None:
+    def _begin(self, parameter: Tensor) -> None:
         task = torch._C._current_graph_task_id()
-        if task != self._task and self._sums():
+        # The user's model may share its table of hooks (see `carry_over`), so this may be a parameter of that model.
+        if task != self._task and self._sums() and any(parameter is p for p in self._parameters):
             self._task = task
             at_end(self._send)
 

@@ -154,7 +154,7 @@ def test_a_link_that_becomes_slow_loses_nobody_and_a_pulled_cable_does(
     command: str, lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    status, printed = on_hosts(3, SCRIPT, "2", command, continues=True)
+    status, printed = on_hosts(3, SCRIPT, "2", "0", command, continues=True)
     assert status == 0, printed
     assert ("2 continue after step" in printed) == lost, printed
     alone = subprocess.check_output([sys.executable, SCRIPT, "2"], text=True)

@@ -2,12 +2,13 @@
 
 import copy
 import re
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from convoy.api import distribute, loader, make_plan
-from convoy.comm.connection import Credentials, Fields, credentials_of
+from convoy.comm.connection import Connection, Credentials, Fields, credentials_of
 from convoy.comm.environment import ProcessEnv, listen_at
 from convoy.comm.group import AloneGroup, ChangingGroup, Group
 from convoy.comm.job_key import make_key
@@ -368,18 +369,17 @@ def test_a_spare_joins_when_the_devices_have_changed() -> None:
 def test_each_regroup_uses_a_new_store() -> None:
     home = Home("127.0.0.1", 0, credentials_of(ALONE), "members of a test")
     membership = Membership(ChangingGroup(AloneGroup(CPU, TIMEOUT_S)), home)
-    try:
+    with closing(membership), socket.socket() as connected:
         membership.offer, membership._store = {}, ("127.0.0.1", 9)  # of the meeting that this generation came from
         words = {"do": "ask", "mark": "a mark", "address": ["127.0.0.1", 8], "facts": {}}
+        connection = Connection(connected, None, b"", answers=True)
         waits = {"wait": True, "addresses": membership.addresses}
-        assert membership._answer_join(words, None) == waits  # type: ignore[arg-type]
+        assert membership._answer_join(words, connection) == waits
         (applicant,) = membership.applicants.waiting("none")
         applicant.verdict = "wanted"
         membership.grant(membership.number([applicant]))
         assert membership._state.called is not None
-        assert membership._answer_join(words, None) == waits  # type: ignore[arg-type]
-    finally:
-        membership.close()
+        assert membership._answer_join(words, connection) == waits
 
 
 @dataclass

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
 
-pytest.importorskip("lightning", reason="the extra 'lightning' is not installed")
+lightning = pytest.importorskip("lightning", reason="the extra 'lightning' is not installed")
+demos = pytest.importorskip("lightning.pytorch.demos.boring_classes")
 
 SCRIPT = Path(__file__).with_name("lightning_modules.py")
 ROOT = Path(__file__).parents[2]
@@ -50,11 +53,8 @@ def test_modules_train_unchanged_and_save_checkpoints_of_one_device(
         assert all(torch.allclose(ours[key], theirs[key], rtol=0, atol=1e-9) for key in theirs), name
 
 
-def fit(module: Any, **options: Any) -> Any:
+def fit(module: Any, sampler: Any = None, **options: Any) -> Any:
     """Train a demo module on one device with Convoy."""
-    import lightning
-    from lightning.pytorch.demos.boring_classes import RandomDataset
-
     import convoy.lightning
 
     strategy = convoy.lightning.ConvoyStrategy(plan="data", speeds=[1.0])
@@ -62,16 +62,15 @@ def fit(module: Any, **options: Any) -> Any:
         strategy=strategy, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
         **{"devices": 1, "max_epochs": 1, "enable_checkpointing": False, **options},
     )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(RandomDataset(32, 8), batch_size=4))
+    trainer.fit(module, DataLoader(demos.RandomDataset(32, 8), batch_size=4, sampler=sampler))
     return trainer
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_checkpoint_with_an_empty_parameter_group_is_that_of_lightning(tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
-    from lightning.pytorch.demos import BoringModel
 
-    class Module(BoringModel):
+    class Module(demos.BoringModel):
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam([{"params": list(self.parameters())}, {"params": [], "lr": 0.5}])
 
@@ -82,32 +81,57 @@ def test_checkpoint_with_an_empty_parameter_group_is_that_of_lightning(tmp_path:
     assert during["state"].keys() == after["state"].keys() == {0, 1}
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("what", "why"),
-    [
-        ("manual", "automatic_optimization = False"),
-        ("precision", "precision '16-true' of a HalfPrecision is not exact with Convoy"),
-        ("plugin", "precision '32-true' of a Plugin is not exact with Convoy"),
-        ("devices", "the Trainer has 2 devices, but this process is alone"),
-        ("lbfgs", "LBFGS computes the loss several times per step"),
-    ],
-)
-def test_what_cannot_be_right_is_refused_by_name(what: str, why: str) -> None:
-    from lightning.pytorch.demos import BoringModel
-    from lightning.pytorch.plugins import Precision
+class Changed(demos.BoringModel):
+    """A demo module with another optimizer, changed layers or another call of them."""
 
+    def __init__(self, change: Any = None, optimizer: Any = torch.optim.SGD, call: Any = None) -> None:
+        super().__init__()
+        self.optimizer, self.call = optimizer, call
+        if change:
+            change(self)
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        return self.call(self, batch).sum() if self.call else super().training_step(batch, number)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), lr=0.1)
+
+
+class Plugin(lightning.pytorch.plugins.Precision): ...
+
+
+class Prompt(nn.Linear):
+    def forward(self) -> Any:
+        return self.weight
+
+
+SHARED = {"change": lambda m: setattr(m, "both", nn.Sequential(m.layer)), "call": lambda m, x: m.layer(x) + m.both(x)}
+SINGLE = {"change": lambda m: setattr(m, "prompt", Prompt(32, 2)), "call": lambda m, x: m.layer(x) + m.prompt().sum()}
+SAMPLER = DistributedSampler(range(8), num_replicas=2, rank=0)
+COMPILE = "Changed uses torch.compile, .* leave torch.compile out"
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "manual": (demos.ManualOptimBoringModel, {}, "automatic_optimization = False.* let training_step return the loss"),
+    "compiled": (lambda: Changed(lambda m: setattr(m, "layer", torch.compile(m.layer))), {}, COMPILE),
+    "compiled in place": (lambda: Changed(lambda m: m.layer.compile()), {}, COMPILE),
+    "lbfgs": (lambda: Changed(optimizer=torch.optim.LBFGS), {}, "LBFGS computes .* several times .* use one of .*Adam"),
+    "shared": (lambda: Changed(**SHARED), {}, "calls layer and both, which have the same parameters: call one of them"),
+    "no batch": (
+        lambda: Changed(**SINGLE),
+        {},
+        r"calls prompt\(\), but Convoy splits .* along its first axis: give it a",
+    ),
+    "sampler": (Changed, {"sampler": SAMPLER}, "has a DistributedSampler, which .* leave it out, with shuffle=True"),
+    "precision": (Changed, {"precision": "bf16-true"}, "'bf16-true' of a HalfPrecision .* give the Trainer 32-true or"),
+    "plugin": (Changed, {"plugins": Plugin()}, "'32-true' of a Plugin is not exact .* and no plugin"),
+    "devices": (Changed, {"devices": 2}, "has 2 devices, but this process is alone.* `convoy run --devices 2`"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_right_is_refused_by_name(what: str) -> None:
     from convoy.errors import InputError
 
-    class Plugin(Precision): ...
-
-    class Module(BoringModel):
-        def configure_optimizers(self) -> Any:
-            kind = torch.optim.LBFGS if what == "lbfgs" else torch.optim.SGD
-            return kind(self.parameters(), lr=0.1)
-
-    module = Module()
-    module.automatic_optimization = what != "manual"
-    options = {"precision": {"precision": "16-true"}, "devices": {"devices": 2}, "plugin": {"plugins": Plugin()}}
-    with pytest.raises(InputError, match=why):
-        fit(module, **options.get(what, {}))
+    module, options, message = REFUSED[what]
+    with pytest.raises(InputError, match=message):
+        fit(module(), **options)

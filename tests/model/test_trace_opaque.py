@@ -139,6 +139,19 @@ def test_a_forward_with_its_own_backward_is_called_live(function: Callable[..., 
     assert "has its own backward" in layers["1"].reason
 
 
+def test_a_hook_on_an_input_of_an_opaque_layer_is_refused() -> None:
+    """It would not see the gradient of the tensor's other uses."""
+
+    class Hooks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.requires_grad:
+                x.register_hook(torch.neg)  # type: ignore[no-untyped-call]
+            return x
+
+    with pytest.raises(InputError, match="the forward of 1 registers a hook on its input"):
+        trace(nn.Sequential(nn.Conv2d(3, 3, 1), Hooks()), torch.zeros(2, 3, 8, 8))
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_a_model_that_cannot_be_copied() -> None:
     model = nn.Sequential(torch.nn.utils.weight_norm(nn.Conv2d(3, 4, 1)))
@@ -151,6 +164,7 @@ def test_a_model_that_cannot_be_copied() -> None:
     [
         # A view of x is overwritten: x changes under another name.
         (lambda _, x: x.view_as(x).relu_() + x, []),
+        (lambda _, x: (x, x.transpose(2, 3).relu_())[0], []),
         (lambda _, x: x.zero_(), []),
         (lambda _, x: x.transpose_(2, 3)[:, :, :4], ["x", "conv"]),
     ],

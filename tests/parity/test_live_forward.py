@@ -1,6 +1,7 @@
 """Models whose own forward cannot be traced: it runs on every device, and submodules that can be traced are split."""
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -129,3 +130,77 @@ def test_what_runs_on_every_device_is_reported() -> None:
     assert [part.path for part in traced.live or ()] == ["backbone", "head"]
     assert traced.note.startswith("the forward of Detector runs on every device (")
     assert traced.note.endswith("; split: backbone, head")
+
+
+@dataclass
+class Maps:
+    maps: Tensor
+
+
+class ReturnsMaps(nn.Sequential):
+    def forward(self, x: Tensor) -> Any:
+        return Maps(super().forward(x))
+
+
+class Sized(nn.Module):
+    """A model whose forward depends on the batch, so that it cannot be traced."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part, self.last = part, nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.part(x)
+        x = x.maps if isinstance(x, Maps) else x
+        return self.last(x.flatten(2).mean(2) if x.dim() > 3 else x.mean(1)) if len(x) > 1 else x
+
+
+def hooked() -> nn.Module:
+    part = nn.Sequential(conv(3, 6), conv(6, 6))
+    part.register_forward_hook(
+        lambda module, _inputs, _output: setattr(module, "seen", vars(module).get("seen", 0) + 1)
+    )
+    return part
+
+
+def damp(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def with_gradient_hook() -> nn.Module:
+    part = nn.Conv2d(3, 6, 3)
+    part.weight.register_post_accumulate_grad_hook(damp)  # type: ignore[no-untyped-call]
+    return part
+
+
+PARTS = {
+    "encoder": lambda: nn.TransformerEncoderLayer(6, 1, 8, dropout=0.0, batch_first=True),
+    "hook": hooked,
+    "gradient_hook": with_gradient_hook,
+    "dataclass": lambda: ReturnsMaps(conv(3, 6)),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_submodules_that_cannot_be_split_stay_right(part: str) -> None:
+    torch.manual_seed(0)
+    model = Sized(PARTS[part]()).double()
+    reference = Sized(PARTS[part]()).double()  # not a copy, which has no hooks on parameters
+    reference.load_state_dict(model.state_dict())
+    images = torch.randn(5, *((4, 6) if part == "encoder" else (3, 6, 6)), dtype=torch.float64)
+
+    def losses(here: nn.Module) -> Tensor:
+        optimizer, found = torch.optim.SGD(here.parameters(), lr=0.1), []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = here(images).square().sum()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.detach())
+        return torch.stack(found)
+
+    expected = losses(reference)
+    chosen = named_plan("model", trace(model, images).graph, 5, Speeds((3.0, 2.0)))
+    for found in run_on_threads(2, lambda group: losses(Distributed(model, chosen, group, images))):
+        assert torch.allclose(found, expected, rtol=1e-12)

@@ -2,10 +2,13 @@
 
 python tests/ray/cluster_job.py data-by-speed FOLDER   # or another plan: two epochs
 python tests/ray/cluster_job.py nodes FOLDER           # a node is killed in training, and another one added
+python tests/ray/cluster_job.py script FOLDER          # the same for a script under `convoy run --on ray`
 """
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -77,9 +80,40 @@ def trainer(plan: str, speeds: list[float] | None, rows: Rows) -> TorchTrainer:
     )
 
 
+def run_script(cluster: Cluster, folder: Path) -> None:
+    """Run the script in this folder until a node was lost and another one has joined, then press Ctrl-C."""
+    output = folder / "output"
+    command = [sys.executable, "-m", "convoy", "run", "--on", "ray", "--goes-on", "members_script.py", "100000", "0.05"]
+    with output.open("wb") as file:
+        job = subprocess.Popen(
+            command, cwd=folder, env=os.environ | {"RAY_ADDRESS": cluster.address}, stdout=file, stderr=file
+        )
+
+    def printed(text: str) -> Callable[[], bool]:
+        return lambda: text in output.read_text() or job.poll() is not None
+
+    try:
+        wait(printed('"step": 20,'))
+        cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
+        wait(printed("2 continue after step"))
+        cluster.add_node(num_cpus=2)
+        wait(printed("joined; 3 "))
+        joined = output.read_text().count("loss")
+        wait(lambda: output.read_text().count("loss") > joined + 20 or job.poll() is not None)
+        job.send_signal(signal.SIGINT)
+        print(json.dumps({"status": job.wait(60)}))
+    finally:
+        job.kill()
+
+
 def main(scenario: str, folder: Path) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "resources": EACH})
     nodes = [cluster.add_node(num_cpus=count, resources=EACH) for count in (2, 4)]
+    if scenario == "script":
+        try:
+            return run_script(cluster, folder)
+        finally:
+            cluster.shutdown()
     ray.init(address=cluster.address, log_to_driver=False)
     found: dict[str, Any] = {}
     rows = Rows(folder / "rows")

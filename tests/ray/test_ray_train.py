@@ -18,18 +18,22 @@ EXAMPLE = ROOT / "examples" / "engines" / "ray"
 
 pytestmark = [
     pytest.mark.slow,  # a minute: Ray starts a cluster
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'convoy-train[ray]'"),
 ]
 
 
 def on_cluster(scenario: str, folder: Path) -> dict[str, Any]:
     paths = os.pathsep.join([str(ROOT), str(EXAMPLE)])
-    quick = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.3", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20"}
+    quick = {
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.3",
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
+        "RAY_DEDUP_LOGS": "0",
+    }
     call = [sys.executable, str(ROOT / "tests" / "ray" / "cluster_job.py"), scenario, str(folder)]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     environment |= quick | {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": paths}
-    done = subprocess.run(call, env=environment, cwd=folder, capture_output=True, text=True, timeout=380, check=False)
+    done = subprocess.run(call, env=environment, cwd=folder, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
 

@@ -1,6 +1,6 @@
 """A user script in float64 whose devices may be lost and may join. It prints one line of JSON per step.
 
-convoy run --goes-on --devices 2 tests/support/members_script.py EPOCHS [COMMAND]
+convoy run --goes-on --devices 2 tests/support/members_script.py EPOCHS [SECONDS_PER_STEP [COMMAND]]
 
 The last device calls COMMAND after step 6.
 """
@@ -8,6 +8,7 @@ The last device calls COMMAND after step 6.
 import json
 import subprocess
 import sys
+import time
 
 import torch
 
@@ -35,10 +36,11 @@ def main() -> None:
                 loss = torch.nn.functional.cross_entropy(model(x), y)
                 loss.backward()
                 optimizer.step()
+            time.sleep(float("".join(sys.argv[2:3]) or 0))
             if attempt.finished:
                 convoy.print(json.dumps({"step": members.steps, "loss": loss.item()}), flush=True)
-                if members.steps == 6 and group.device == 2 and sys.argv[2:]:
-                    subprocess.run(sys.argv[2].split(), check=True)
+                if members.steps == 6 and group.device == 2 and sys.argv[3:]:
+                    subprocess.run(sys.argv[3].split(), check=True)
     members.close()
 
 

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import convoy
 from convoy.cli import app, scripts
+from convoy.train import adopt
 from tests.support.small_script import images, net
 
 
@@ -25,8 +26,14 @@ class Branching(nn.Module):
 
 def checked(capsys: pytest.CaptureFixture[str], model: nn.Module, *given: Any) -> tuple[int, list[str]]:
     """Return the exit status of a check, and its lines."""
+    adopt._refused.clear()
+
+    def script() -> None:
+        prepared, *_ = convoy.prepare(model, *given, plan="data", speeds=(3.0, 2.0))
+        prepared(torch.zeros(2, 1, 3, 3, dtype=torch.float64))
+
     with pytest.raises(SystemExit) as ended:
-        convoy.prepare(model, *given, plan="data", speeds=(3.0, 2.0))
+        script()
     return int(ended.value.code or 0), capsys.readouterr().out.splitlines()
 
 
@@ -62,6 +69,16 @@ def test_hooks_and_optimizers_are_checked(capsys: pytest.CaptureFixture[str]) ->
     assert status == 1
     assert "module '0.0' has a backward hook" in lines[0]
     assert lines[-2] == "LBFGS: only with plans that copy parameters ('data', 'data-by-speed')"
+
+
+def test_models_prepared_later_are_checked_too(capsys: pytest.CaptureFixture[str]) -> None:
+    first, _, _ = convoy.prepare(net(), None, DataLoader(images(), 5))
+    status, lines = checked(capsys, net(), torch.optim.SGD(net().parameters(), lr=0.1), DataLoader(images(), 5))
+    assert status == 1
+    assert lines[0] == "checked prepare: 0 refused, 0 layers not split"
+    assert lines[-1] == "checked prepare: 1 refused, 0 layers not split"
+    with pytest.raises(SystemExit, match="True"):
+        first(torch.zeros(2, 1, 3, 3, dtype=torch.float64))
 
 
 def test_command_runs_the_script_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:

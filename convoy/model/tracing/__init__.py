@@ -155,7 +155,9 @@ def _split(
         traced = _with_hooks(capture.run(), capture.model, model)
     finally:
         release(capture.model)
-    if more := {call.path: "" for call in calls if call.path in capture.whole}:
+    # The layers of a split submodule run inside its forward, so the submodule itself cannot be one of them.
+    layers = {path for operation in traced.operations.values() for path in operation.modules}
+    if more := {call.path: "" for call in calls if call.path in capture.whole or call.path in layers}:
         raise GivenUp(more)
     return live_model(traced, calls, type(model).__name__)
 

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from convoy.errors import InputError
 from convoy.model.graph import Graph
 from convoy.model.nested import Arguments, CallForm, Example, arguments_of, map_tensors, tensors_of
-from convoy.model.operation import Ref, TracedModel, fill
+from convoy.model.operation import Ref, TracedModel, fill, renumbered
 from convoy.model.tracing.copies import written
 from convoy.model.tracing.python_state import random_kept
 from convoy.model.tracing.trials import first_line, refuse_unregistered
@@ -131,9 +131,9 @@ def live_model(traced: TracedModel, calls: Sequence[SubmoduleCall], name: str) -
     """Return the trace of a `LiveModel` with the trace of each submodule in `live`."""
     graph, inputs, live = traced.graph, [layer.name for layer in traced.graph.inputs], []
     for call, form in zip(calls, traced.result, strict=True):
-        numbers = _Renumbered()
-        result = fill(form, numbers)  # type: ignore[arg-type]
-        outputs = tuple(graph.outputs[i] for i in numbers.old)
+        refs = _RefsInOrder()
+        result = renumbered(form, refs)
+        outputs = tuple(graph.outputs[i] for i in refs)
         own, inputs = inputs[: len(call.tensors)], inputs[len(call.tensors) :]
         needed = {*own, *outputs}
         for layer in reversed(list(graph.layers.values())):
@@ -147,16 +147,11 @@ def live_model(traced: TracedModel, calls: Sequence[SubmoduleCall], name: str) -
     return replace(traced, graph=Graph(name, graph.layers, graph.outputs), live=tuple(live), seen=seen)
 
 
-class _Renumbered:
-    """Returns for each number a `Ref` to its place among the different numbers asked for (`old`)."""
+class _RefsInOrder(dict[int, Ref]):
+    """The new `Ref` of each number asked for, numbered in order of first use."""
 
-    def __init__(self) -> None:
-        self.old: list[int] = []
-
-    def __getitem__(self, number: int) -> Ref:
-        if number not in self.old:
-            self.old.append(number)
-        return Ref(self.old.index(number))
+    def __missing__(self, number: int) -> Ref:
+        return self.setdefault(number, Ref(len(self)))
 
 
 def is_inside(path: str, others: Iterable[str]) -> bool:

@@ -212,8 +212,6 @@ class NodeValues:
     def visit(self, node: fx.Node, counter: FlopCounterMode) -> None:
         """Evaluate the next node, or raise Untraceable if it does not run."""
         self.reads[node] = {n: self._latest(n) for n in node.all_input_nodes}
-        if node.op == "output":
-            return
         reads = list(self.reads[node].values())
         self._order[node] = len(self._order)
         # A trace replaces overwritten tensors by new ones, so reading them under an older name would be wrong.
@@ -223,6 +221,8 @@ class NodeValues:
                     raise Untraceable(
                         f"{node.name} reads a tensor that was overwritten under another name", node.meta["where"]
                     )
+        if node.op == "output":
+            return
         before = counter.get_total_flops()
         given = [(t, t._version) for n in reads for value in self[n] for t in tensors_of(value)]
         self._pairs[node] = pair = self._evaluated(node)

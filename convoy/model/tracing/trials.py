@@ -97,6 +97,11 @@ def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module
         known = {id(b) for b in buffers}
         writes = wrote() or any(id(b) not in known for m in modules.values() for b in m.buffers(recurse=False))
         refuse_unregistered(outputs, [*given, *parameters, *buffers])
+        if any(x._backward_hooks for x in copies):
+            raise InputError(
+                f"the forward of {', '.join(operation.modules)} registers a hook on its input, which would miss the gradients "
+                "of other uses of that tensor: register it on a clone(), or outside of the module"
+            )
         if any(x._version == 0 and not torch.equal(x, t) for t, x in zip(given, copies, strict=True)):
             raise InputError(
                 f"the forward of {', '.join(operation.modules) or operation.target} changes its input through .data, which "
