@@ -60,6 +60,7 @@ def prepare(
         loader: an ordinary DataLoader of global batches; or a data set, with `batch_size`. Batches may be tensors, tuples,
             lists, dicts, dataclasses and named tuples, also nested. Every device loads the global batch as a plain DataLoader
             does: same order, same random numbers. If loading is slow, use `convoy.loader(dataset, batch_size, model)` instead.
+            If items have images from `convoy.data.open_image`, each device reads its part only, ordered as by `convoy.loader`.
         more: DataLoaders for tests; they are prepared alike.
         call: how the loop calls the model, e.g. `lambda model, batch: model(batch["image"], mask=batch["mask"])`. None: with
             the first tensors of a batch, as many as forward requires; or with the entries of a dict that have their names.
@@ -74,10 +75,11 @@ def prepare(
     adopt.check_prepared(model, optimizer, loader, more)
     source = adopt.in_batches(loader, batch_size)
     group = shared_group() if group is None else group
-    example = adopt.example_of(adopt.first_batch(source), unwrapped(model), call)
+    batch = adopt.first_batch(source)
+    example, boxed = adopt.example_of(batch, unwrapped(model), call), adopt.read_by_box(batch)
     adopted = [] if optimizer is None else [optimizer]
     part = take_over(model, example, adopt.batch_size_of(source), group, plan, adopted, cuda_graphs, **options)
-    return (part, optimizer, *(adopt.AdoptedLoader(each, part) for each in (source, *more)))
+    return (part, optimizer, *(adopt.loader_of(each, part, boxed=boxed) for each in (source, *more)))
 
 
 def take_over(

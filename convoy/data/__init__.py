@@ -11,12 +11,18 @@ from convoy.model.entry_points import call, find_callable, import_package, names
 if TYPE_CHECKING:  # names are checked, and devices started, before torch is imported
     import torch
 
+    from convoy.data.boxed import BoxedImage, open_image
     from convoy.data.datasets import from_datasets
     from convoy.data.images import Images, Samples, Splits
 
-__all__ = ["FETCHED", "NAMES", "Images", "Samples", "Splits", "check", "folder_of", "from_datasets", "load"]
+__all__ = [
+    "FETCHED", "NAMES", "BoxedImage", "Images", "Samples", "Splits", "check", "folder_of", "from_datasets", "load", "open_image"
+]  # fmt: skip
 
-_HOMES = {"Images": "images", "Samples": "images", "Splits": "images", "from_datasets": "datasets"}
+_HOMES = {
+    "BoxedImage": "boxed", "open_image": "boxed", "Images": "images", "Samples": "images", "Splits": "images",
+    "from_datasets": "datasets",
+}  # fmt: skip
 
 FETCHED = ("fashion-mnist", "cifar10", "cifar100")  # downloaded if no folder is named
 

@@ -89,7 +89,8 @@ def _text(boxes: Sequence[Box | None]) -> str:
     return ", ".join("-" if b is None else " ".join(f"{b[a][0]}:{b[a][1]}" for a in axes) for b in boxes)
 
 
-Layout = Split | Replicated | OnOne | Partial | Tiles | Windows
+Boxes = Tiles | Windows
+Layout = Split | Replicated | OnOne | Partial | Boxes
 
 
 def everywhere(devices: int) -> Replicated:

@@ -96,6 +96,8 @@ class Layer:
         no_gradient_to: indices of the inputs without a gradient.
         changes_state: whether a call changes its Python state, its buffers or its parameters.
         recomputed: whether `torch.utils.checkpoint` calls it again in backward, on one device.
+        saved: what autograd saves for backward: indices of inputs, and -1 for the output; None: unknown.
+        saved_bytes: bytes per sample that autograd saves besides these, such as the indices of max pooling.
         input_entries: entries of all batched inputs per sample. A `Graph` sets it.
     """
 
@@ -121,6 +123,8 @@ class Layer:
     changes_state: bool = False
     recomputed: bool = False
     no_gradient_to: tuple[int, ...] = ()
+    saved: tuple[int, ...] | None = None
+    saved_bytes: int = 0
     input_entries: int = 0
     cuts: tuple[Cut, ...] = ()
     normalised: int = 0
@@ -271,7 +275,8 @@ class Graph:
             row["shared"] = any(uses[p.key] > 1 for p in layer.parameters.values())  # hooks may be added after planning
             # A plan is valid in any precision; the other fields are derived, or irrelevant to a plan.
             for name in (
-                "reason", "dtype", "input_entries", "changes_state", "recomputed", "no_gradient_to", "windows", "normalised"
+                "reason", "dtype", "input_entries", "changes_state", "recomputed", "no_gradient_to", "windows", "normalised",
+                "saved", "saved_bytes",
             ):  # fmt: skip
                 del row[name]
             # Existing plan files have fingerprints with the older name, and without empty fields.

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from convoy.layout import collectives
 from convoy.layout.comm_dtype import comm_dtype_of
-from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split, everywhere, held_entries, holders
+from convoy.layout.layout import Layout, OnOne, Replicated, Split, Tiles, dual, everywhere, held_entries, holders
 from convoy.layout.shares import Shares, rescale
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.plan import steps as st
@@ -172,8 +172,8 @@ class _Lowering:
         forward = list(self.steps)
         for i, (name, value) in enumerate(zip(self.graph.outputs, outputs, strict=True)):
             if name in self.trains:
-                # For a sharded output each device has its shard of the gradient, and moves go back as usual.
-                returned = value if isinstance(value.layout, Split | OnOne) else self.values[name]
+                # For an output that stays, each device has its part of the gradient, and moves go back as usual.
+                returned = self.values[name] if isinstance(value.layout, Replicated) else value
                 step = st.ReturnGradient(self._id, i, value, returned, self._after([value]))
                 self.ready.setdefault(returned.key, []).append(self._add(step))
         gradients = self._backward(forward, freed)
@@ -182,7 +182,7 @@ class _Lowering:
         return StepList(self.batch, self.plan.devices, inputs, outputs, steps, gradients, self.micro_batch, later)
 
     def _output_layout(self) -> dict[str, Layout]:
-        """Return each output's layout for the caller: copies on all devices, or one split by samples for all outputs."""
+        """Return each output's layout for the caller: copies on all devices; or its tiles, or one split by samples."""
         everyone = everywhere(self.plan.devices)
         own = {name: self.values[name].layout for name in self.graph.outputs if self.graph[name].batched}
         if self.plan.outputs == "everywhere" or not own:
@@ -190,7 +190,8 @@ class _Lowering:
         how = self.plan.otherwise
         default = OnOne(how.device) if isinstance(how, One) else Split(0, rescale(how.shares, self.batch))
         stay: Layout = next(filter(st.by_samples, own.values()), default)
-        return {name: stay if name in own else everyone for name in self.graph.outputs}
+        kept = {name: layout if isinstance(layout, Tiles) else stay for name, layout in own.items()}
+        return {name: kept.get(name, everyone) for name in self.graph.outputs}
 
     @property
     def _id(self) -> int:
@@ -315,11 +316,11 @@ class _Lowering:
         after, value, how = self.ready.get(layer.name), self.values[layer.name], self.wanted.get(layer.name)
         if after is None or how is None:
             return None
-        # If the input is a pending sum, each of its devices has the whole gradient.
-        if how == "part" and not isinstance(value.layout, Replicated):
+        # If the target is a pending sum, each of its devices has the whole gradient.
+        target = dual(value.layout if how == "part" else everywhere(self.plan.devices))
+        if target == value.layout:
             return value
-        devices = tuple(range(self.plan.devices)) if how == "whole" else holders(value.layout)
-        whole = Value(f"{layer.name} whole", value.shape, Partial(devices), layer.name)
+        whole = Value(f"{layer.name} whole", value.shape, target, layer.name)
         wire = comm_dtype_of(layer.dtype, self.plan.wire)
         self._add(Move(self._id, "backward", value, whole, self.plan.reduce, tuple(after), wire=wire))
         return whole

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from convoy.errors import PlanError
-from convoy.layout.layout import Layout, OnOne, Replicated, Split, everywhere, holders
+from convoy.layout.layout import Layout, OnOne, Replicated, Split, Tiles, everywhere, holders
 from convoy.layout.shares import apportion, rescale
 from convoy.model.graph import Graph, Layer
 from convoy.plan.plan import Plan
-from convoy.plan.strategy import Batch, Filter, One, Placement, Strategy, can_shard, follow, place
+from convoy.plan.strategy import Batch, Filter, One, Placement, Spatial, Strategy, can_shard, follow, place
 
 
 def placements(plan: Plan, graph: Graph, batch: int | None = None) -> dict[str, Placement]:
@@ -101,21 +101,34 @@ def unnamed(
 
 def _input_layout(plan: Plan, graph: Graph, layer: Layer, batch: int) -> Layout:
     """Return the layout of an input: where its first readers are, so that no sample is sent."""
-    layouts = _layouts_read(plan, graph, layer, batch, {})
+    readers = graph.readers[layer.name]
+    if len(readers) == 1 and isinstance(own := own_strategy(plan, readers[0]), Spatial):
+        return place(graph, readers[0], own, batch, plan.devices).takes[0]
+    layouts = _layouts_read(plan, graph, (layer, layer), batch, {})
     if len(layouts) == 1:
         (only,) = layouts
-        if isinstance(only, Replicated | OnOne) or (isinstance(only, Split) and only.axis == 0):
+        if isinstance(only, Replicated | OnOne | Tiles) or (isinstance(only, Split) and only.axis == 0):
             return only
         return Replicated(holders(only))
     if not layouts:
         return place(graph, layer, plan.otherwise, batch, plan.devices).gives
+    if all(isinstance(layout, Tiles) for layout in layouts):
+        return min(layouts, key=str)
     # Use the devices of a full batch for a smaller batch too: devices left out would miss its running statistics.
-    layouts |= _layouts_read(plan, graph, layer, max(batch, plan.batch), {})
+    layouts |= _layouts_read(plan, graph, (layer, layer), max(batch, plan.batch), {})
     return Replicated(tuple(sorted({d for layout in layouts for d in holders(layout)})))
 
 
-def _layouts_read(plan: Plan, graph: Graph, layer: Layer, batch: int, known: dict[str, set[Layout]]) -> set[Layout]:
-    """Return the layouts in which layers read `layer`'s output. For layers that follow their input, look at their readers."""
+def _layouts_read(
+    plan: Plan, graph: Graph, ends: tuple[Layer, Layer], batch: int, known: dict[str, set[Layout]]
+) -> set[Layout]:
+    """Return the layouts in which layers read a layer's output. For layers that follow their input, look at their readers.
+
+    Args:
+        ends: an input of the graph, and the layer, which is the input or follows it. For readers in tiles, the result has tiles
+            of the input.
+    """
+    source, layer = ends
     if layer.name in known:
         return known[layer.name]
     layouts: set[Layout] = set()
@@ -123,7 +136,10 @@ def _layouts_read(plan: Plan, graph: Graph, layer: Layer, batch: int, known: dic
         own = own_strategy(plan, reader)
         follows = own is None and not (reader.weighted and reader.groups == 1) and reader.per_sample
         if follows and not reader.random:
-            layouts |= _layouts_read(plan, graph, reader, batch, known)
+            layouts |= _layouts_read(plan, graph, (source, reader), batch, known)
+            continue
+        if isinstance(own, Spatial) and len(source.shape) == len(reader.shape):
+            layouts.add(own.tiles(source.batch_shape(batch)))
             continue
         if own is not None:
             placed = place(graph, reader, own, batch, plan.devices)

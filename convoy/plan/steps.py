@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 from convoy.layout import collectives
 from convoy.layout.collectives import Reduce, Schedule
 from convoy.layout.comm_dtype import CommDtype, sent_itemsize
-from convoy.layout.layout import Layout, OnOne, Replicated, Shape, Split, dual
+from convoy.layout.layout import Layout, OnOne, Replicated, Shape, Split, Tiles, dual
 from convoy.layout.shares import Shares, holders
 
 Phase = Literal["forward", "backward"]
@@ -308,7 +308,7 @@ class StepList:
     @property
     def joins_losses(self) -> bool:
         """Whether each device computes the loss of its samples, so that losses are summed before backward."""
-        stays = any(by_samples(value.layout) for value in self.outputs)
+        stays = any(by_samples(value.layout) or isinstance(value.layout, Tiles) for value in self.outputs)
         return stays and self.devices > 1 and bool(self.phase("backward"))
 
     def phase(self, phase: Phase) -> tuple[Step, ...]:

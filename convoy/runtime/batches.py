@@ -1,6 +1,7 @@
 """Take local batches from a distributed model's inputs, and wrap or mark its outputs."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from convoy.comm.group import Group
 from convoy.errors import InputError
-from convoy.layout.layout import Layout, Replicated, Shape, box, everywhere, holders, local_shape
+from convoy.layout.layout import Box, Boxes, Layout, Replicated, Shape, box, everywhere, holders, local_shape
 from convoy.model.graph import Graph
 from convoy.model.nested import CallForm
 from convoy.model.operation import TracedModel
@@ -18,7 +19,7 @@ from convoy.runtime.exchange import redistribute
 # --- inputs ------------------------------------------------------------------------------------------------------------
 
 _ROWS, _BATCH = "_convoy_rows", "_convoy_batch"
-"""Attributes of a tensor's storage, which views share: rows of a global batch; (global rows, local rows) of a local one."""
+"""Attributes of a tensor's storage, which views share: rows of a global batch; (global shape, local shape) of a local one."""
 
 
 def mark_whole(y: Tensor) -> None:
@@ -26,8 +27,40 @@ def mark_whole(y: Tensor) -> None:
     setattr(y.untyped_storage(), _ROWS, y.shape[:1])
 
 
-def mark_part(x: Tensor, batch: int) -> None:
-    setattr(x.untyped_storage(), _BATCH, (batch, x.shape[0]))
+def mark_part(x: Tensor, shape: Shape) -> None:
+    """Mark a tensor as this device's part of a global batch of this shape."""
+    setattr(x.untyped_storage(), _BATCH, (shape, x.shape))
+
+
+class BatchPart(NamedTuple):
+    """This device's part of a global batch.
+
+    Attributes:
+        box: a range per axis; or only that of the samples, if devices have whole samples.
+        shape: of the global batch; empty if devices have whole samples.
+    """
+
+    box: Box
+    shape: Shape = ()
+
+    @classmethod
+    def of(cls, layout: Layout, shape: Shape, device: int) -> "BatchPart":
+        here = box(layout, device, shape) or ((0, 0), *((0, n) for n in shape[1:]))
+        return cls(here, shape) if isinstance(layout, Boxes) else cls(here[:1])
+
+    @property
+    def rows(self) -> range:
+        return range(*self.box[0])
+
+    def spans(self, shape: Shape) -> Box:
+        """Return the part in each sample of another tensor, such as labels, which may have no axis for channels."""
+        box, whole_shape = self
+        if len(shape) == len(whole_shape) - 1:
+            box, whole_shape = (box[0], *box[2:]), (whole_shape[0], *whole_shape[2:])
+        if len(shape) != len(whole_shape):
+            return tuple((0, size) for size in shape[1:])
+        axes = zip(box[1:], whole_shape[1:], shape[1:], strict=True)
+        return tuple(span if extent == size else (0, size) for span, extent, size in axes)
 
 
 class StepInputs(NamedTuple):
@@ -66,8 +99,7 @@ def read_inputs(tensors: Sequence[Tensor], batch: int | None, whole: bool, annou
     if batch is None:
         known = [len(x) for x, w in zip(tensors, wholes, strict=True) if w and x.dim()]
         if not known:
-            marks = [(x, getattr(x.untyped_storage(), _BATCH, (0, -1))) for x in tensors if x.dim()]
-            known = [samples for x, (samples, rows) in marks if rows == x.shape[0]] or [*announced]
+            known = [shape[0] for x in tensors if (shape := _marked(x))] or [*announced]
         if not known:
             raise InputError(
                 "the size of the global batch is not known: use convoy.loader, or the loader that convoy.prepare returned, or "
@@ -82,11 +114,25 @@ def read_inputs(tensors: Sequence[Tensor], batch: int | None, whole: bool, annou
     return StepInputs(tensors, wholes, batch, from_loader, wanted)
 
 
-def sample_shapes(inputs: StepInputs, call: CallForm, traced: TracedModel, group: Group) -> tuple[Shape, ...]:
-    """Return the shape of each input per sample. Raise InputError if there is no batch axis, or another number of axes."""
-    axes = [max(1, x.dim()) for x in inputs.tensors]
+def _marked(x: Tensor) -> Shape:
+    """Return the shape of the global batch that `x` is a part of. Of a view, only the samples are known, or nothing."""
+    shape, local = getattr(x.untyped_storage(), _BATCH, ((), (-1,)))
+    return shape if local == x.shape else shape[:1] if local[:1] == x.shape[:1] else ()
+
+
+def sample_shapes(
+    inputs: StepInputs, call: CallForm, traced: TracedModel, group: Group, boxed: Collection[str]
+) -> tuple[Shape, ...]:
+    """Return the shape of each input per sample. Raise InputError if there is no batch axis, or another number of axes.
+
+    Args:
+        boxed: inputs of which devices hold boxes of each sample. A tensor of unknown origin is a box of such samples.
+    """
+    axes: list[int] = [max(1, x.dim()) for x in inputs.tensors]
+    examples: list[Shape] = [()] * len(axes)
     if call == traced.call:
         axes = [len(layer.shape) + 1 for layer in traced.graph.inputs]
+        examples = [layer.shape if layer.name in boxed else () for layer in traced.graph.inputs]
     rows = zip(inputs.tensors, inputs.wholes, axes, strict=True)
     if any(x.dim() != wanted or (whole and len(x) != inputs.batch) for x, whole, wanted in rows):
         got = ", ".join(f"{name} of {tuple(x.shape)}" for name, x in zip(call.names, inputs.tensors, strict=True))
@@ -94,13 +140,16 @@ def sample_shapes(inputs: StepInputs, call: CallForm, traced: TracedModel, group
             f"device {group.ids[group.device]} got {got}: the tensors need {axes} axes, the first of them the "
             f"{inputs.batch} samples of the batch. Give a single sample as x[None]; keep tensors without that axis in buffers"
         )
-    return tuple([tuple(x.shape[1:]) for x in inputs.tensors])
+    shapes = zip(inputs.tensors, inputs.wholes, examples, strict=True)
+    return tuple([tuple(x.shape[1:] if w else _marked(x)[1:] or known or x.shape[1:]) for x, w, known in shapes])
 
 
 def local_inputs(inputs: StepInputs, steps: StepList, graph: Graph, group: Group) -> list[Tensor]:
     """Return the local batch of each input. Raise InputError if the inputs do not fit the model."""
     device, parts = group.device, []
     for x, value, whole in zip(inputs.tensors, steps.inputs, inputs.wholes, strict=True):
+        # Every device may also give whole images. Its gradient would then be of the wrong shape.
+        whole = whole or (isinstance(value.layout, Boxes) and not inputs.wanted and tuple(x.shape) == value.shape)
         expected = value.shape if whole else local_shape(value.layout, device, value.shape)
         if tuple(x.shape) != expected:
             source = "the loader's last batch" if inputs.announced else "the global batch"
@@ -152,17 +201,25 @@ class OutputPart:
     Attributes:
         attached: the output of the local samples, with its autograd graph. Use it only in a loss that is summed over devices.
         batch, rows: samples in the global batch; start and stop of the local ones in it.
+        pixels: start and stop along each axis of the images, if devices have tiles of them; else empty.
         owners: the devices that have samples.
     """
 
     def __init__(self, tensor: Tensor, layout: Layout, shape: Shape, group: Group) -> None:
         self.attached, self._layout, self._shape, self.group = tensor, layout, shape, group
-        self.batch, self.rows, self.owners = shape[0], rows_of(layout, shape, group.device), holders(layout)
+        self._part = BatchPart.of(layout, shape, group.device)
+        self.batch, self.owners = shape[0], holders(layout)
+        self.rows, self.pixels = self._part.box[0], self._part.box[2:]
 
     @property
     def own(self) -> Tensor:
         """The output of the local samples, detached; zero rows if the device has no samples."""
         return self.attached.detach()
+
+    @property
+    def samples(self) -> float:
+        """The number of local samples, a fraction for tiles of images."""
+        return self.attached.numel() / math.prod(self._shape[1:])
 
     def whole(self) -> Tensor:
         """Return the output of the global batch, detached. Every device must call it."""
@@ -170,12 +227,11 @@ class OutputPart:
         return redistribute(self.group, self.own, self._layout, everyone, self._shape).clone()
 
     def rows_of(self, y: Tensor) -> Tensor:
-        """Return the local samples' rows of `y`, which has one row per sample of the global or the local batch."""
+        """Return the part of `y` for this output; `y` has one row per sample of the global or the local batch."""
         start, stop = self.rows
-        if y.dim() and len(y) == self.batch:
-            return y[start:stop]
-        if y.dim() and len(y) == stop - start:
-            return y
+        if y.dim() and len(y) in (self.batch, stop - start):
+            own = y[start:stop] if len(y) == self.batch else y
+            return own[(slice(None), *(slice(*span) for span in self._part.spans(own.shape)))]
         raise InputError(
             f"a tensor of shape {tuple(y.shape)} for an output of {self.batch} samples, {stop - start} of them on device "
             f"{self.group.device}: give the labels of the global batch, or those of the local samples in their order"
@@ -203,8 +259,3 @@ class OutputPart:
     # Python's defaults would be silently wrong here; other operators raise TypeError anyway.
     __bool__ = __eq__ = __ne__ = __len__ = __iter__ = __getitem__ = __array__ = _refuse
     __hash__ = object.__hash__
-
-
-def rows_of(layout: Layout, shape: Shape, device: int) -> tuple[int, int]:
-    here = box(layout, device, shape)
-    return here[0] if here is not None else (0, 0)

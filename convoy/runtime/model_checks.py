@@ -133,6 +133,8 @@ COPY_TOLERANCE = 5e-3  # relative to a parameter's largest entry
 
 COMPARED_ENTRIES = 4  # of each parameter
 
+BLOCK_ENTRIES = 1 << 16  # of a global batch, converted to float64 at once
+
 INTERVAL = (
     1024  # largest number of steps between two comparisons, which are at steps 1, 2, 4, 8, ... and new signatures
 )
@@ -235,7 +237,13 @@ def _weighted_sum(x: Tensor) -> tuple[float, float]:
     """Return the sum of all entries, weighted by row and column, and the sum of absolute values, weighted by row."""
     if not x.numel():
         return 0.0, 1.0
-    rows_NF = in_float64(x.reshape(x.shape[0] if x.dim() else 1, -1)).nan_to_num(0.0, 0.0, 0.0)
-    columns_F = torch.linspace(1, 2, rows_NF.shape[1], dtype=torch.float64, device=rows_NF.device)
-    weights_N = torch.arange(1, len(rows_NF) + 1, dtype=torch.float64, device=rows_NF.device)
-    return float((rows_NF @ columns_F) @ weights_N), float(rows_NF.abs().sum(1) @ weights_N)
+    rows_NF = x.reshape(x.shape[0] if x.dim() else 1, -1)
+    count, columns = rows_NF.shape
+    block, total, size = max(1, BLOCK_ENTRIES // count), 0.0, 0.0
+    for start in range(0, columns, block):  # float64 copies of whole images would take more memory than the step
+        part_NF = in_float64(rows_NF[:, start : start + block]).nan_to_num(0.0, 0.0, 0.0)
+        weights_N = torch.arange(1, count + 1, dtype=torch.float64, device=part_NF.device)
+        places_F = torch.arange(start, start + part_NF.shape[1], dtype=torch.float64, device=part_NF.device)
+        total += float((part_NF @ (1 + places_F / columns)) @ weights_N)
+        size += float(part_NF.abs().sum(1) @ weights_N)
+    return total, size

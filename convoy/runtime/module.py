@@ -24,7 +24,7 @@ from convoy.model.tracing import StateWatch, copied, disable_in_place, samples_i
 from convoy.plan.plan import Plan
 from convoy.plan.steps import StepList, Value
 from convoy.runtime import model_checks, shards
-from convoy.runtime.batches import StepInputs, local_inputs, read_inputs, returned_outputs, rows_of, sample_shapes
+from convoy.runtime.batches import BatchPart, StepInputs, local_inputs, read_inputs, returned_outputs, sample_shapes
 from convoy.runtime.clock import Clock
 from convoy.runtime.cuda_graphs import CudaGraphs, can_capture
 from convoy.runtime.executor import Executor, Expected, StateDevices, Variant, by_arithmetic
@@ -171,7 +171,7 @@ class Distributed(nn.Module):
 
     def _run(self, traced: TracedModel, call: CallForm, given: StepInputs) -> Any:
         """Run one step of the model, or of a split submodule. Return the outputs of the global batch."""
-        signature = self._checks.signature(call, sample_shapes(given, call, traced, self.group))
+        signature = self._checks.signature(call, sample_shapes(given, call, traced, self.group, self._in_use.boxed))
         variant = self._variant(traced.path, signature)
         traced, program = variant.executor.traced, variant.program(given.batch, given.wanted, self._accumulation.kind())
         parts = local_inputs(given, program.steps, traced.graph, self.group)
@@ -477,9 +477,21 @@ class Distributed(nn.Module):
             return (everywhere(self.group.devices),) * (1 if call is None else len(call.names))
         return tuple(value.layout for value in self.steps(batch).inputs)
 
-    def output_rows(self, batch: int) -> tuple[int, int]:
+    def input_part(self, batch: int) -> BatchPart:
+        """Return this device's part of the only input. InputError: the model has several."""
+        layouts = self.input_layouts(batch)
+        if len(layouts) != 1:
+            raise InputError(f"the model has {len(layouts)} inputs; the loader serves one: write a loader of your own")
+        if self.is_live:
+            return BatchPart(((0, batch),))
+        return BatchPart.of(layouts[0], self.steps(batch).inputs[0].shape, self.group.device)
+
+    def output_part(self, batch: int) -> BatchPart:
+        """Return the part of the labels that this device needs: all of them, unless outputs stay where they are computed."""
         values = [v for v in self.steps(batch).outputs if not self.is_live and not isinstance(v.layout, Replicated)]
-        return rows_of(values[0].layout, values[0].shape, self.group.device) if values else (0, batch)
+        if not values:
+            return BatchPart(((0, batch),))
+        return BatchPart.of(values[0].layout, values[0].shape, self.group.device)
 
     def announce(self, batch: int | None) -> None:
         """Set the size of the next global batch of the loader; None: no more batches."""

@@ -16,13 +16,13 @@ from torch.utils.dlpack import from_dlpack
 from convoy.comm.control_messages import gather
 from convoy.comm.group import Group
 from convoy.errors import InputError
-from convoy.layout.layout import Layout, OnOne, Replicated, Shape, Split, box, everywhere, holders, local_shape
+from convoy.layout.layout import Boxes, Layout, OnOne, Replicated, Shape, Split, box, everywhere, holders, local_shape
 from convoy.model.graph import Graph, Parameter
 from convoy.model.tracing import TracedModel
 from convoy.model.tracing.copies import carry_over, copied
 from convoy.model.tracing.layer_builder import canonical_keys
 from convoy.plan.device_program import FreeWeights, PackWeights, UnpackWeights
-from convoy.plan.placing import borrowed, parameter_layouts, pin
+from convoy.plan.placing import borrowed, parameter_layouts, pin, placements
 from convoy.plan.plan import Plan
 from convoy.runtime import shards
 from convoy.runtime.exchange import Buffers, Slots, redistribute
@@ -38,11 +38,13 @@ class PlanInUse:
     Attributes:
         borrowed: parameters that this graph needs on other devices than the training graph, and their layout there.
         whole: for each parameter and buffer, whether every device holds all of it.
+        boxed: the inputs of which devices hold boxes of each sample.
     """
 
     plan: Plan
     layouts: Mapping[str, Layout]
     whole: Mapping[str, bool]
+    boxed: frozenset[str] = frozenset()
     borrowed: Mapping[str, Layout] = field(default_factory=dict)
 
     def to(self, traced: TracedModel, trained: Graph) -> "PlanInUse":
@@ -72,7 +74,9 @@ def plan_in_use(
     layouts: dict[str, Layout] = {key: everywhere(devices) for key in known}
     layouts |= parameter_layouts(pin(plan, trained, evaluated), evaluated) | parameter_layouts(plan, trained)
     whole = {k: isinstance(how, Replicated) and len(how.devices) == devices for k, how in layouts.items()}
-    return PlanInUse(plan, layouts, whole)
+    placed = placements(plan, trained)
+    boxed = (layer.name for layer in trained.inputs if isinstance(placed[layer.name].gives, Boxes))
+    return PlanInUse(plan, layouts, whole, frozenset(boxed))
 
 
 # --- the local shards --------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Computes the bytes that a plan needs on each device during training.
 
-Counted: weights and buffers; a gradient per trainable entry; the optimizer's state; activations saved for backward; the
-largest receive buffer of a move or gradient sum. Not counted: kernel workspaces, gradients of activations, prefetched
-batches, memory cached by the allocator. `MemoryLimits` subtracts the process's memory before training from the limit.
+Counted: weights and buffers; a gradient per trainable entry; the optimizer's state; the peak of activations, their gradients
+and exchange buffers, from the device program. Not counted: kernel workspaces, prefetched batches, memory cached by the
+allocator. `MemoryLimits` subtracts the process's memory before training from the limit.
 """
 
 import math
@@ -14,8 +14,8 @@ from typing import NamedTuple, Self
 from convoy.errors import PlanError, unknown_name
 from convoy.fleet import Fleet
 from convoy.layout.comm_dtype import narrow_itemsize
-from convoy.layout.layout import Layout, dual, held_entries, holds
-from convoy.model.graph import Graph, Parameter
+from convoy.layout.layout import Layout, held_entries
+from convoy.model.graph import Graph, Layer, Parameter
 from convoy.plan import device_program as ops
 from convoy.plan.compile import compile_all
 from convoy.plan.device_program import DeviceProgram
@@ -50,8 +50,8 @@ class DeviceMemory:
     Attributes:
         weights_bytes: parameters and buffers; for sharded ones, the shard and the gathered copy.
         gradients_bytes: gradients of trainable parameters; for sharded ones, the shard and the rest of the whole gradient.
-        activations_bytes: activations saved for backward.
-        exchange_bytes: receive buffers of the largest move, or flat copy and receive buffers of the largest sum.
+        activations_bytes: at the peak, the batch, activations and their gradients, outputs and the loss.
+        exchange_bytes: at the peak, buffers of messages and flat sums; and the receive buffers of sums, which stay.
     """
 
     weights_bytes: int
@@ -168,13 +168,14 @@ def memory_of(
         kept = sum(held_entries(layout, device, p.shape) for p, layout in parameters)
         trained = sum(held_entries(layout, device, p.shape) for p, layout in parameters if p.trainable)
         whole, gradients = _gathered_entries(program)
+        activations, exchanged = _peak_bytes(program, steps, graph, itemsize)
         rows.append(
             DeviceMemory(
                 weights_bytes=(kept + whole) * itemsize,
                 gradients_bytes=(trained + gradients) * itemsize,
                 optimizer_bytes=trained * state * itemsize,
-                activations_bytes=_activations(program, steps, graph) * itemsize,
-                exchange_bytes=max(exchange_bytes(program, steps, itemsize).values(), default=0),
+                activations_bytes=activations,
+                exchange_bytes=exchanged,
             )
         )
     return tuple(rows)
@@ -183,10 +184,10 @@ def memory_of(
 def most_bytes(steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4) -> tuple[int, ...]:
     """Return an upper limit of each device's memory, from the layouts only. If it fits, no program needs to be compiled.
 
-    Assume that every value is saved in separate memory, and that all summands of the largest exchange arrive at once, plus
-    one tensor for the sum and one for the sent numbers.
+    Assume that every value is saved in separate memory, with its gradient and int64 indices, and that all summands of the
+    largest exchange arrive at once, plus one tensor for the sum and one for the sent numbers.
     """
-    numbers, parameters = 2 + optimizer_named(optimizer).state, parameters_of(steps, graph)
+    numbers, parameters = 3 + optimizer_named(optimizer).state, parameters_of(steps, graph)
     values = {v.key: v for s in steps.phase("forward") if isinstance(s, ComputeStep) for v in (*s.reads, s.writes)}
     exchanges = [step for step in steps.steps if not isinstance(step, ComputeStep)]
     shapes = (step.reads.shape if isinstance(step, Move | ReturnGradient) else step.shape for step in exchanges)
@@ -197,7 +198,7 @@ def most_bytes(steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum"
         held = sum(held_entries(v.layout, device, v.shape) for v in values.values())
         gathers = (s for s in steps.phase("forward") if isinstance(s, GatherWeights) and device in s.members)
         whole = sum(sum(step.shape) for step in gathers)
-        result.append((numbers * kept + 3 * whole + held + most) * itemsize)
+        result.append((numbers * kept + 3 * whole + 4 * held + most) * itemsize)
     return tuple(result)
 
 
@@ -232,79 +233,138 @@ def _gathered_entries(program: DeviceProgram) -> tuple[int, int]:
     return most
 
 
-def _activations(program: DeviceProgram, steps: StepList, graph: Graph) -> int:
-    """Return the entries saved for backward; a tensor that several layers save counts once.
+def _peak_bytes(program: DeviceProgram, steps: StepList, graph: Graph, itemsize: int) -> tuple[int, int]:
+    """Return the peak bytes of a device's activations and their gradients, and the bytes of exchange buffers at that time.
 
-    Convolutions, Linear layers and batch norms over several devices save their input. For any other layer, autograd saves
-    input and output. Indices of max pooling and masks of dropout are not counted. Flatten is a view of its input.
+    The caller holds inputs, outputs and the outputs' gradients until the end of the step. Backward of a loss such as cross
+    entropy needs two more tensors of the outputs' size.
     """
-    back = {step.layer for step in steps.phase("backward") if isinstance(step, ComputeStep)}
-    shared = (step for step in steps.phase("forward") if isinstance(step, GatherStatistics))
-    spread, device = {name for step in shared for name in step.layers}, program.device
-    moved = {op.buffer: op.of.buffer for op in program.forward if isinstance(op, ops.View) and op.of.box is None}
-    source: dict[str, str] = {}  # a value that shares memory with another one on this device -> that one
-    kept: dict[str, int] = {}
-    for step in steps.phase("forward"):
-        if isinstance(step, ComputeStep | Move):
-            of = moved.get(step.writes.key)
-            if isinstance(step, ComputeStep) and graph[step.layer].kind == "flatten":
-                of = step.reads[0].key
-            if of is not None:
-                source[step.writes.key] = source.get(of, of)
-        if isinstance(step, ComputeStep) and step.layer in back and holds(step.writes.layout, device):
-            inputs_only = graph[step.layer].weighted or step.layer in spread
-            for value in step.reads if inputs_only else (*step.reads, step.writes):
-                kept[source.get(value.key, value.key)] = held_entries(value.layout, device, value.shape)
-    return sum(kept.values())
+    memory, computes = _LiveMemory(), [step for step in steps.steps if isinstance(step, ComputeStep)]
+    values = {value.key: value for step in computes for value in (*step.reads, step.writes)}
+    values |= {value.key: value for value in (*steps.inputs, *steps.outputs)}
+    back = {step.layer for step in computes if step.phase == "backward"}
+    spread = {name for step in steps.steps if isinstance(step, GatherStatistics) for name in step.layers}
+    forward, backward = (
+        [each for op in phase for each in (op.operations if isinstance(op, ops.Fused) else (op,))]
+        for phase in (program.forward, program.backward)
+    )
+    operations = [*forward, *backward]
+    last = {name: i for i, op in enumerate(operations) for name in (*ops.reads_of(op), *ops.writes_of(op))}
+    slots: dict[str, int] = {}
+    read: dict[str, tuple[str, ...]] = {}
+    ends = len(operations)
 
+    def bytes_of(key: str) -> int:
+        value = values.get(key)
+        return held_entries(value.layout, program.device, value.shape) * itemsize if value else 0
 
-def exchange_bytes(program: DeviceProgram, steps: StepList, itemsize: int = 4) -> dict[int, int]:
-    """Return a device's buffer bytes of each exchange, by step: received messages, narrow copies to send, flat sums.
-
-    A moved gradient, or its narrow copy, stays in memory until it is sent, while the layer's other gradient is computed.
-    """
-    rounds: dict[int, dict[int, int]] = {}  # by step and round
-    flat: Counter[int] = Counter()
-    flats: set[str] = set()
-    leaves: set[int] = set()
-    slots: dict[int, set[int]] = {}
-    narrow: set[str] = set()
-    counted: set[str] = set()
-    for op in program.operations():
+    for name in program.inputs:
+        memory.make(name, bytes_of(name))
+    gradients = [ops.output_gradient(number) for number in range(len(steps.outputs))]
+    last |= dict.fromkeys((*program.inputs, *program.outputs, *gradients), ends)
+    for i, op in enumerate((*operations, *program.sums)):
+        if i == len(forward):
+            for name, value in zip(gradients, steps.outputs, strict=True):
+                memory.make(name, bytes_of(value.key))
+            memory.make("loss", 2 * sum(bytes_of(value.key) for value in steps.outputs))
+            memory.note()
+            memory.free("loss")
         match op:
+            case ops.Compute(phase="forward", part="all"):
+                layer, read[op.layer], made = graph[op.layer], op.reads, op.writes[0]
+                if layer.kind in ("flatten", "pick"):
+                    memory.share(made, op.reads[0])
+                else:
+                    memory.make(made, bytes_of(made))
+                if op.layer in back and not (op.rows and op.rows[0]):  # of several chunks, the first
+                    part = bytes_of(made) / max(1, itemsize * math.prod(layer.shape))
+                    memory.save(op.layer, _saved(layer, op, op.layer in spread), round(layer.saved_bytes * part))
+            case ops.Compute(phase="backward", part="all" | "input"):
+                for gradient, source in zip(op.writes, read[op.layer], strict=False):
+                    if gradient and graph[op.layer].kind in ("flatten", "pick", "join", "cat"):
+                        memory.share(gradient, op.reads[0])
+                    elif gradient:
+                        memory.make(gradient, bytes_of(source))
+            case ops.View():
+                memory.share(op.buffer, op.of.buffer)
             case ops.Make():
-                if op.narrow:
-                    narrow.add(op.buffer)
+                size = math.prod(op.shape) * (narrow_itemsize(itemsize) if op.narrow else itemsize)
                 if op.slot is not None:
-                    slots.setdefault(op.step, set()).add(op.slot)
-                elif op.flat:
-                    flats.add(op.buffer)
-                    flat[op.step] += math.prod(op.shape) * itemsize
+                    slots[op.buffer] = max(size, slots.get(op.buffer, 0))
+                elif i < ends:
+                    memory.make(op.buffer, size, exchanged=not op.result)
+            case ops.Merge():
+                memory.make(op.buffer, op.size * itemsize)
             case ops.Pack() | ops.PackWeights():
-                flats.add(op.buffer)
                 size = op.made if isinstance(op, ops.PackWeights) else 0 if op.alone else op.size
-                flat[op.step] += size * itemsize
-            case ops.ExchangeRound():
-                taken = rounds.setdefault(op.step, {})
-                for message in op.receives:
-                    if message.part.buffer not in flats:
-                        width = narrow_itemsize(itemsize) if message.part.buffer in narrow else itemsize
-                        taken[op.number] = taken.get(op.number, 0) + message.size * width
-                for message in op.sends:
-                    buffer = message.part.buffer
-                    if buffer not in narrow:
-                        leaves.add(op.step)
-                    elif buffer not in counted:
-                        counted.add(buffer)
-                        taken[op.number] = taken.get(op.number, 0) + message.size * narrow_itemsize(itemsize)
-    found: dict[int, int] = {}
-    for step, taken in rounds.items():
-        # All chunks of a move are in flight at once; of a sum, only the rounds with separate buffers.
-        at_once = len(slots.get(step, ())) or 1
-        found[step] = flat[step] + (
-            max(taken.values(), default=0) * at_once if flat[step] or step in slots else sum(taken.values())
-        )
-    for each in steps.phase("backward"):
-        if isinstance(each, Move) and each.id in leaves and not flat[each.id]:
-            found[each.id] += held_entries(dual(each.reads.layout), program.device, each.reads.shape) * itemsize
-    return found
+                memory.make(op.buffer, size * itemsize, exchanged=True)
+        memory.note()
+        if isinstance(op, ops.Compute) and op.phase == "backward" and op.last and op.part != "statistics":
+            memory.forget(op.layer)
+        for name in {*ops.reads_of(op), *ops.writes_of(op)}:
+            if last.get(name) == i:
+                memory.free(name)
+    most, exchanged = memory.most
+    exchanged = exchanged if read else most  # a device that computes nothing only receives the outputs
+    return most - exchanged, exchanged + sum(slots.values())
+
+
+def _saved(layer: Layer, op: ops.Compute, spread: bool) -> tuple[str, ...]:
+    """Return the buffers that autograd saves: those that the trace has seen, else inputs, and outputs without weights."""
+    if layer.saved is not None:
+        return tuple((*op.reads, op.writes[0])[i] for i in layer.saved)
+    return op.reads[:1] if spread or layer.kind == "batch_norm" else (*op.reads, *(() if layer.weighted else op.writes))
+
+
+class _LiveMemory:
+    """The memory that buffers and saved tensors use, by the buffer that owns it.
+
+    Attributes:
+        most: the largest sum of bytes so far, and the part of it that belonged to exchange buffers.
+    """
+
+    def __init__(self) -> None:
+        self.most, self._now, self._exchanged = (0, 0), 0, 0
+        self._owner: dict[str, str] = {}
+        self._size: dict[str, tuple[int, bool]] = {}
+        self._users: Counter[str] = Counter()
+        self._saved: dict[str, list[str]] = {}
+
+    def make(self, name: str, size: int, *, exchanged: bool = False) -> None:
+        if name not in self._owner:
+            owner = f"{name} {len(self._size)}"  # a buffer's name may be used again while its memory is saved
+            self._size[owner] = size, exchanged
+            self._now, self._exchanged = self._now + size, self._exchanged + size * exchanged
+            self._take(name, owner)
+
+    def share(self, name: str, of: str) -> None:
+        if name not in self._owner:
+            self._take(name, self._owner[of])
+
+    def save(self, layer: str, names: Sequence[str], further_bytes: int) -> None:
+        self.make(f"saved {layer}", further_bytes)
+        rows = [self._owner[name] for name in (*names, f"saved {layer}") if name in self._owner]
+        self._saved.setdefault(layer, []).extend(rows)
+        self._users.update(rows)
+        self.free(f"saved {layer}")
+
+    def forget(self, layer: str) -> None:
+        for owner in self._saved.pop(layer, ()):
+            self._release(owner)
+
+    def free(self, name: str) -> None:
+        if name in self._owner:
+            self._release(self._owner.pop(name))
+
+    def note(self) -> None:
+        self.most = max(self.most, (self._now, self._exchanged))
+
+    def _take(self, name: str, owner: str) -> None:
+        self._owner[name] = owner
+        self._users[owner] += 1
+
+    def _release(self, owner: str) -> None:
+        self._users[owner] -= 1
+        if not self._users[owner]:
+            size, exchanged = self._size[owner]
+            self._now, self._exchanged = self._now - size, self._exchanged - size * exchanged

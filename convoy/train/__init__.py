@@ -7,10 +7,12 @@ from convoy.runtime.reshard import reshard
 from convoy.runtime.shards import ELEMENTWISE
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
+from convoy.train.loss import DiceLoss
 from convoy.train.record import EpochResult, Evaluation, Observer, StepResult
 
 __all__ = [
     "ELEMENTWISE",
+    "DiceLoss",
     "EpochResult",
     "Evaluation",
     "GradScaler",

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer
 from torch.utils import data
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, TensorDataset, default_collate
 
 from convoy.checkpoint.run_folder import torch_dtype
 from convoy.checkpoint.tensors import ModelShards
 from convoy.comm.control_messages import agree_on, from_first
+from convoy.data.boxed import BoxedImage
 from convoy.errors import InputError
 from convoy.machine.accelerator import bring, random_state_kept
 from convoy.model.graph import Layer
@@ -328,16 +329,41 @@ def first_batch(source: DataLoader[Any]) -> Any:
     """Return a batch of two samples of a loader. A worker process loads it, because the data set may count its calls."""
     rows = [i % len(source.dataset) for i in range(2)]  # type: ignore[arg-type]
     plain = type(source.dataset) is TensorDataset and source.collate_fn is default_collate
+
+    def collate(items: list[Any]) -> Any:
+        return tuple(items[0]) if read_by_box(items[0]) else source.collate_fn(items)
+
     how: Any = {} if plain else {"num_workers": 1, "multiprocessing_context": "fork", "timeout": 20.0}
-    once = DataLoader(source.dataset, 2, sampler=rows, collate_fn=source.collate_fn, generator=torch.Generator(), **how)
+    once = DataLoader(source.dataset, 2, sampler=rows, collate_fn=collate, generator=torch.Generator(), **how)
     try:
         batch = next(iter(once))
     except Exception:  # such as images on a GPU, which a worker cannot read
         generators, cpu = generators_in(source), torch.device("cpu")
         states = read_states(generators, cpu)
-        batch = source.collate_fn([source.dataset[i] for i in rows])
+        batch = collate([source.dataset[i] for i in rows])
         set_states(states, generators, cpu)
     return map_tensors(batch, lambda t: t.detach().cpu().clone())
+
+
+def read_by_box(item: Any) -> bool:
+    """Return whether an item of a data set has images that are read box by box."""
+    return isinstance(item, tuple | list) and any(isinstance(each, BoxedImage) for each in item)
+
+
+def loader_of(source: DataLoader[Any], model: Distributed, *, boxed: bool) -> Loader:
+    """Return the loader of a distributed model for an ordinary DataLoader, or for a data set of images that are read by box.
+
+    A plain DataLoader makes no batches of such images. So the loader is `convoy.loader`, with the seed 0.
+    """
+    if not boxed:
+        return AdoptedLoader(source, model)
+    if source.collate_fn is not default_collate or type(source.sampler) not in (RandomSampler, SequentialSampler):
+        raise InputError(
+            "the DataLoader has its own collate_fn or sampler, and images that are read by box, of which each device loads "
+            "only its part: use torch's samplers, and change images in __getitem__"
+        )
+    size, shuffle = batch_size_of(source), type(source.sampler) is RandomSampler
+    return Loader(source.dataset, size, model, shuffle=shuffle, drop_last=source.drop_last, workers=source.num_workers)
 
 
 def example_of(batch: Any, model: nn.Module, call: Callable[[Any, Any], object] | None) -> Example:
@@ -347,6 +373,9 @@ def example_of(batch: Any, model: nn.Module, call: Callable[[Any, Any], object] 
         call: calls the model, its first argument, as the loop does. None: of a dict that has the names of forward's required
             parameters, the model gets these; of a list of images all parts, of others as many tensors as forward requires.
     """
+    if read_by_box(batch):  # only shapes and dtypes matter
+        empty = (x if isinstance(x, BoxedImage) else torch.as_tensor(x) for x in batch)
+        batch = tuple(torch.zeros((), dtype=x.dtype).expand(2, *x.shape) for x in empty)
     if call is not None:
         given: list[Arguments] = []
         try:

@@ -13,16 +13,17 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from convoy.comm.control_messages import difference, gather
 from convoy.data.augment import Augment, augment_steps
+from convoy.data.boxed import BoxedImage
 from convoy.data.datasets import own_random_numbers, reseed
 from convoy.data.images import Images, Samples, naming
 from convoy.errors import ConvoyError, DataError, InputError, MismatchError, shown
-from convoy.layout.layout import box
+from convoy.layout.layout import Shape, whole
 from convoy.machine.accelerator import bring
-from convoy.runtime.batches import mark_part
+from convoy.runtime.batches import BatchPart, mark_part
 from convoy.runtime.module import Distributed, not_distributed
 from convoy.train.random_states import generators_in
 
-COMPARED_SAMPLES, SAMPLE_TOLERANCE = 8, 1e-3
+COMPARED, COMPARED_SAMPLES, SAMPLE_TOLERANCE = "compared", 8, 1e-3
 """Samples of a data set that the devices compare. Two versions of a JPEG decoder differ by less."""
 
 SHARED_MEMORY = (
@@ -144,16 +145,17 @@ class Loader:
         while done < len(batches):
             reshards, steps, repeats = self._changes
             position = sum(map(len, rows[: start + done]))
-            prepared = iter(self._prepared(batches[done:], f"{seed}/{epoch}", position, epoch))
+            shapes, loader = self._prepared(batches[done:], f"{seed}/{epoch}", position, epoch)
+            prepared = iter(loader)
             try:
-                for batch, loaded in zip(batches[done:], prepared, strict=True):
+                for batch, shape, loaded in zip(batches[done:], shapes, prepared, strict=True):
                     if isinstance(loaded, ConvoyError):
                         raise loaded
                     if self.model is not None:
                         self.model.announce(len(batch))
                     x, y = (bring(each, device) for each in loaded)
                     if self.model is not None:
-                        mark_part(x, len(batch))
+                        mark_part(x, shape or (len(batch), *x.shape[1:]))
                     done += 1
                     self._position = epoch, start + done
                     yield x, y
@@ -208,8 +210,8 @@ class Loader:
     def _compared(self) -> list[tuple[float, float]]:
         """Return checksums to compare data sets: sum and absolute sum of the inputs and the labels of some samples."""
         indices = [*range(0, self.samples, -(-self.samples // COMPARED_SAMPLES))]
-        rows = _Rows([indices], [((0, len(indices)),) * 2], [0])
-        loaded = _LocalBatches(self.dataset, rows, None, "compared")[0]
+        rows = _Rows([indices], [(BatchPart(((0, len(indices)),)),) * 2], [0])
+        loaded = _LocalBatches(self.dataset, rows, None, COMPARED)[0]
         if isinstance(loaded, ConvoyError):
             raise loaded
         tensors = [each.detach().double() for pair in zip(*loaded, strict=True) for each in pair]
@@ -221,41 +223,40 @@ class Loader:
         m = self.model
         return (m.reshards, m.finished_steps, m.repeats) if m is not None else (0, 0, 0)
 
-    def _prepared(self, batches: list[list[int]], key: str, position: int, epoch: int) -> DataLoader[Any]:
-        """Load these batches ahead. `position` counts the samples of the epoch before them."""
-        ranges = [(self._part(len(batch)), self._labelled(len(batch))) for batch in batches]
+    def _prepared(
+        self, batches: list[list[int]], key: str, position: int, epoch: int
+    ) -> tuple[list[Shape], DataLoader[Any]]:
+        """Load these batches ahead, and return the shape of each global batch, if it is known before, with them.
+
+        Args:
+            position: number of samples of the epoch before these batches.
+        """
+        found = {size: self._parts(size) for size in {len(batch) for batch in batches}}
+        wanted = [found[len(batch)] for batch in batches]
         augment = None if self.augment is None else partial(self.augment, seed=self.seed, epoch=epoch)
-        rows = _Rows(batches, ranges, list(accumulate(map(len, batches), initial=position)))
+        rows = _Rows(batches, wanted, list(accumulate(map(len, batches), initial=position)))
         parts = _LocalBatches(self.dataset, rows, augment, key)
         # Labels in memory need no worker.
-        workers = self.workers if parts.labels is None or any(start < stop for (start, stop), _ in ranges) else 0
+        workers = self.workers if parts.labels is None or any(here.rows for here, _ in wanted) else 0
         # A separate generator, because the seeds of workers must not change dropout's random numbers.
-        return DataLoader(
+        return [here.shape for here, _ in wanted], DataLoader(
             parts, batch_size=None, num_workers=workers, collate_fn=_unchanged, generator=torch.Generator(),
             pin_memory=workers > 0 and self._device.type != "cpu",  # in a thread of the DataLoader
         )  # fmt: skip
 
-    def _part(self, batch: int) -> tuple[int, int]:
-        """Return the range of a batch's samples that this device loads."""
-        if self.model is None or self.model.is_live:
-            return (0, batch)
-        layouts = self.model.input_layouts(batch)
-        if len(layouts) != 1:
-            raise InputError(f"the model has {len(layouts)} inputs; the loader serves one: write a loader of your own")
-        here = box(layouts[0], self.model.group.device, self.model.steps(batch).inputs[0].shape)
-        return here[0] if here is not None else (0, 0)
-
-    def _labelled(self, batch: int) -> tuple[int, int]:
-        """Return the range of a batch's samples for which this device gets labels."""
-        return (0, batch) if self.model is None else self.model.output_rows(batch)
+    def _parts(self, batch: int) -> tuple[BatchPart, BatchPart]:
+        """Return the parts of the inputs and of the labels of a batch that this device loads."""
+        if self.model is None:
+            return (BatchPart(((0, batch),)),) * 2
+        return self.model.input_part(batch), self.model.output_part(batch)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Sample indices of some batches, (loaded, labelled) ranges on this device, and the position of each in the epoch."""
+    """Sample indices of some batches, the parts of inputs and labels on this device, and the position of each in the epoch."""
 
     indices: list[list[int]]
-    ranges: list[tuple[tuple[int, int], tuple[int, int]]]
+    parts: list[tuple[BatchPart, BatchPart]]
     positions: list[int]
 
 
@@ -266,7 +267,7 @@ class _LocalBatches(Dataset[Any]):
         self,
         dataset: Dataset[Any],
         rows: _Rows,
-        augment: Callable[[Tensor, Sequence[int]], Tensor] | None,
+        augment: Callable[..., Tensor] | None,
         key: str,
     ) -> None:
         self.dataset, self.rows, self.augment, self.key = dataset, rows, augment, key
@@ -283,7 +284,7 @@ class _LocalBatches(Dataset[Any]):
         """Return the local batch or its error. (torch would add the worker's traceback to a raised error.)"""
         try:
             with own_random_numbers() if self.draws else nullcontext():
-                loaded = self._load(k, *self.rows.ranges[k])
+                loaded = self._load(k, *self.rows.parts[k])
             if get_worker_info() is not None:
                 # Torch shares tensors in a thread of the worker, which would hide an error.
                 for each in loaded:
@@ -296,20 +297,45 @@ class _LocalBatches(Dataset[Any]):
                 return DataError(SHARED_MEMORY)
             raise
 
-    def _load(self, k: int, here: tuple[int, int], labelled: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        (start, stop), (first, last), indices = here, labelled, self.rows.indices[k]
-        if self.labels is None:
-            # If there are none, the first sample shows the shapes.
-            filled = [row for row in (here, labelled) if row[0] < row[1]] or [(0, 1)]
-            low, high = min(low for low, _ in filled), max(high for _, high in filled)
-            x, y = self._fetch(k, low, high)
-            x, y = x[start - low : stop - low], y[first - low : last - low]
-        else:
-            y = self.labels[indices[first:last]]
-            x = self._fetch(k, *(here if start < stop else (0, 1)))[0][: stop - start]
-        return (x if self.augment is None else self.augment(x, indices[start:stop])), y
+    def _load(self, k: int, here: BatchPart, labelled: BatchPart) -> tuple[Tensor, Tensor]:
+        indices, parts = self.rows.indices[k], (here, labelled) if self.labels is None else (here,)
+        # If there are none, the first sample shows the shapes.
+        filled = [part.rows for part in parts if part.rows] or [range(1)]
+        low = min(rows.start for rows in filled)
+        x, y = self._fetch(k, low, max(rows.stop for rows in filled))
+        augment = None if self.augment is None else partial(self.augment, indices=[indices[i] for i in here.rows])
+        own = self._cut(x, k, low, here, augment)
+        if self.labels is not None:
+            return own, self.labels[[indices[i] for i in labelled.rows]]
+        return own, self._cut(y, k, low, labelled)
 
-    def _fetch(self, k: int, low: int, high: int) -> tuple[Tensor, Tensor]:
+    def _cut(
+        self, values: Any, k: int, low: int, part: BatchPart, augment: Callable[..., Tensor] | None = None
+    ) -> Tensor:
+        """Return this device's part of the inputs or the labels of some samples of batch k.
+
+        Args:
+            values: a tensor, or one value per sample.
+            low: position of the first of these samples in the batch.
+        """
+        chosen, first = values[part.rows.start - low : part.rows.stop - low], values[0]
+        if isinstance(first, BoxedImage):
+            if augment is not None:
+                raise InputError("augment= and images that are read by box: use their crop() and flip() in __getitem__")
+            shape = (len(chosen), *first.shape)
+            spans = tuple((0, min(8, n)) for n in first.shape) if self.key == COMPARED else part.spans(shape)
+            read = [each.read(spans)[None] for each in chosen] or [torch.empty(shape, dtype=first.dtype)]
+            return read[0] if len(read) == 1 else torch.cat(read)  # a copy of one large image would double the memory
+        if not isinstance(values, Tensor):
+            chosen = _collated(chosen or values[:1], self.rows.indices[k])[: len(chosen)]
+        x: Tensor = chosen if augment is None else augment(chosen)
+        spans = part.spans(x.shape)
+        if spans == whole(x.shape[1:]):
+            return x
+        return x[(slice(None), *(slice(*span) for span in spans))].contiguous()
+
+    def _fetch(self, k: int, low: int, high: int) -> tuple[Any, Any]:
+        """Return the inputs and the labels of some samples of batch k, each as a tensor or with one value per sample."""
         indices, position = self.rows.indices[k][low:high], self.rows.positions[k] + low
         if type(self.dataset) is Images:
             return self.dataset.batch(indices)
@@ -324,8 +350,11 @@ class _LocalBatches(Dataset[Any]):
             self._reseed(indices, position)
             with naming(f"samples {shown(list(indices))}"):
                 rows = many(indices)
-        x, y = rows if isinstance(rows, tuple) else _collated(rows, indices)
-        return x, torch.as_tensor(y)
+        try:
+            x, y = rows if isinstance(rows, tuple) else zip(*rows, strict=True)
+        except (TypeError, ValueError) as error:
+            raise _no_batch(indices, error) from error
+        return x, torch.as_tensor(y) if isinstance(rows, tuple) else y
 
     def _reseed(self, what: int | list[int], position: int) -> None:
         # By position too: a sample that is repeated in an epoch gets another crop each time.
@@ -338,17 +367,20 @@ def end_workers(prepared: Any) -> None:
     getattr(prepared, "_shutdown_workers", lambda: None)()
 
 
-def _collated(rows: list[Any], indices: Sequence[int]) -> tuple[Any, Any]:
+def _collated(values: Sequence[Any], indices: Sequence[int]) -> Tensor:
     try:
-        x, y = default_collate(rows)
+        return torch.as_tensor(default_collate(list(values)))
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         if "No space left on device" in str(error):
             raise
-        raise DataError(
-            f"samples {shown(list(indices))} do not make a batch ({str(error).splitlines()[0]}): items are pairs (tensor, "
-            "label) of one shape; convoy.data.from_datasets takes PIL images too"
-        ) from error
-    return x, y
+        raise _no_batch(indices, error) from error
+
+
+def _no_batch(indices: Sequence[int], error: Exception) -> DataError:
+    return DataError(
+        f"samples {shown(list(indices))} do not make a batch ({str(error).splitlines()[0]}): items are pairs (tensor, "
+        "label) of one shape; convoy.data.from_datasets takes PIL images too"
+    )
 
 
 def _unchanged(item: Any) -> Any:

@@ -31,7 +31,7 @@ from convoy.simulate.memory import memory_of
 from tests.support.processes import on_processes
 
 BATCH = 32
-TOLERANCE = 0.15
+TOLERANCE = 0.05
 SMALL_BYTES = 64 << 10
 """Statistics of batch norms, outputs of the whole batch."""
 
@@ -45,32 +45,43 @@ def net() -> nn.Module:
     )
 
 
+def case(name: str) -> tuple[nn.Module, tuple[int, ...]]:
+    """Return the net for a plan, and the shape of its global batch."""
+    if name == "spatial":
+        return build_net("unet:4", (3, 192, 192), 4), (1, 3, 192, 192)
+    return net(), (BATCH, 3, 32, 32)
+
+
 def planned(name: str, devices: int, wire: CommDtype) -> tuple[Plan, Graph]:
-    graph = trace(net(), torch.zeros(2, 3, 32, 32)).graph
-    return replace(named_plan(name, graph, BATCH, Speeds((2.0, 1.0)[:devices])), wire=wire), graph
+    model, shape = case(name)
+    graph = trace(model, torch.zeros(shape)).graph
+    return replace(named_plan(name, graph, shape[0], Speeds((2.0, 1.0)[:devices])), wire=wire), graph
 
 
 def peak_bytes(group: Group, name: str, wire: CommDtype) -> int:
     """Weights, momentum, and the most that the tensors of two steps take at once, gradients among them."""
     plan, _ = planned(name, group.devices, wire)
-    part = distribute(net(), plan, group, torch.zeros(2, 3, 32, 32))
-    (layout,) = part.input_layouts(BATCH)
-    here = box(layout, group.device, (BATCH, 3, 32, 32))
+    model, shape = case(name)
+    part = distribute(model, plan, group, torch.zeros(shape))
+    (layout,) = part.input_layouts(shape[0])
+    here = box(layout, group.device, shape)
     assert here is not None
+    torch.manual_seed(0)
     x = torch.randn(tuple(stop - start for start, stop in here))
-    y = torch.arange(BATCH) % 10
+    y = torch.zeros(shape[0], *shape[2:] * (name == "spatial"), dtype=torch.long)
     optimizer = torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9)
 
     def step() -> None:
         gc.collect()  # otherwise it is chance when what lies in cycles is freed
-        loss = nn.functional.cross_entropy(part(x, batch=BATCH), y)
+        loss = nn.functional.cross_entropy(part(x, batch=shape[0]), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
-    step()  # the momentum comes with the first
     with Living() as living:
-        living.note([*part.parameters(), x, *(v for state in optimizer.state.values() for v in state.values())])
+        living.note([*part.parameters(), x])
+        step()  # the momentum comes with the first; so do the receive buffers of sums, on a thread that is not watched
+        living.note(part.first_variant().executor.gathered.slots._held.values())
         step()
         step()
     return living.peak_bytes
@@ -114,11 +125,9 @@ def test_step_holds_only_pytorchs_memory_plus_messages(devices: int) -> None:
     plan = named_plan("data-by-speed", graph, devices * BATCH, Speeds((1.0,) * devices))
     found = on_processes(devices, "tests.runtime.test_memory_peak:peak_over_plain", name)
     for (shared, plain), predicted in zip(found, memory_of(lower(plan, graph), graph), strict=True):
-        print(
-            devices,
-            f"{shared / 1e6:.2f} MB, plain PyTorch {plain / 1e6:.2f}, {predicted.exchange_bytes / 1e6:.2f} travel",
-        )
-        assert shared <= plain + predicted.exchange_bytes + SMALL_BYTES
+        sums_bytes = predicted.gradients_bytes + predicted.exchange_bytes  # the flat copy, and what is received
+        print(devices, f"{shared / 1e6:.2f} MB, plain PyTorch {plain / 1e6:.2f}, {sums_bytes / 1e6:.2f} in sums")
+        assert shared <= plain + (sums_bytes if devices > 1 else 0) + SMALL_BYTES
 
 
 class Living(TorchDispatchMode):
@@ -147,7 +156,7 @@ class Living(TorchDispatchMode):
     ("name", "devices", "wire"),
     [
         ("data", 1, "exact"), ("data", 2, "exact"), ("hybrid", 2, "exact"), ("model", 2, "exact"),
-        ("hybrid", 2, "inexact-bf16"),
+        ("hybrid", 2, "inexact-bf16"), ("spatial", 2, "exact"),
     ],
 )  # fmt: skip
 def test_peak_memory_of_a_step_matches_prediction(name: str, devices: int, wire: CommDtype) -> None:

@@ -180,6 +180,10 @@ class LayerBuilder:
             cuts=found.cuts, windows=found.windows, normalised=found.normalised,
         )  # fmt: skip
         layer = self._with_samples(node, operation, layer, found)
+        if saved := self.values.saved(node):
+            names = [self._names.get(n) for n in saved[0] if n is not None]
+            places = [i for i, read in enumerate(refs) if read in names]
+            layer = replace(layer, saved=(*places, *[-1][: None in saved[0]]), saved_bytes=saved[1])
         self._names[node], self._shown[name] = name, small
         self._layers[name], self._operations[name] = layer, operation
         if not found.trusted:

@@ -296,17 +296,46 @@ class NodeValues:
         if not floating or node.op not in ("call_function", "call_method"):
             return floating
 
-        def tracked(n: fx.Node) -> Any:
-            if n.op == "get_attr" and not isinstance(self._attribute(str(n.target)), nn.Parameter):
-                return self[n][0]
-            # Cloned: autograd forbids in-place calls on leaves.
-            return map_tensors(self[n][0], lambda t: t.detach().requires_grad_().clone() if is_floating(t) else t)
-
         try:
             with torch.enable_grad():
-                return any(t.requires_grad for t in tensors_of(call_node(node, *self._arguments(node, tracked))))
+                return any(t.requires_grad for t in tensors_of(call_node(node, *self._arguments(node, self._tracked))))
         except Exception:  # it needs numbers
             return True
+
+    def _tracked(self, n: fx.Node) -> Any:
+        """Return a node's value as autograd sees it."""
+        if n.op == "get_attr" and not isinstance(self._attribute(str(n.target)), nn.Parameter):
+            return self[n][0]
+        # Cloned: autograd forbids in-place calls on leaves.
+        return map_tensors(self[n][0], lambda t: t.detach().requires_grad_().clone() if is_floating(t) else t)
+
+    def saved(self, node: fx.Node) -> tuple[set[fx.Node | None], int] | None:
+        """Return what autograd saves of a call of torch: inputs, None for the output, and further bytes per sample.
+
+        Return None if it is unknown, because the call needs numbers, or user code.
+        """
+        if node.op not in ("call_function", "call_method", "call_module") or node.meta["no_grad"]:
+            return None
+        module = self.meta.get_submodule(str(node.target)) if node.op == "call_module" else nn.Identity()
+        if is_batch_norm(module) or not type(module).__module__.startswith("torch."):
+            return None
+        found: dict[int, Tensor] = {}
+        given = {n: self._tracked(n) for n in self.reads[node].values()}
+
+        def pack(t: Tensor) -> Tensor:
+            found[_storage(t)] = t
+            return t
+
+        try:
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                made = _evaluate(node, self.meta, self._attribute, lambda n: given[self.reads[node][n]])
+        except Exception:
+            return None
+        known: dict[int, fx.Node | None] = {_storage(t): n for n, value in given.items() for t in tensors_of(value)}
+        known |= {_storage(t): None for t in tensors_of(made)}
+        weights = {_storage(p) for p in module.parameters()}
+        others = [t.untyped_storage().nbytes() for key, t in found.items() if key not in known and key not in weights]
+        return {known[key] for key in found if key in known}, sum(others) // BATCHES[0]
 
     def _write(self, node: fx.Node, target: fx.Node) -> None:
         """Record that a call writes into the output of `target`. Refuse tensors that are known under a second name."""
