@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from convoy.layout.collectives import SUMS, Reduce, Schedule, Transfer, schedule, traffic
 from convoy.layout.layout import Box, Layout, OnOne, Partial, Replicated, Split, box, dual, entries
@@ -19,6 +20,7 @@ from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import ComputeStep, Move, StepList
 from convoy.plan.strategy import Batch, Channel, Filter, Strategy
 from docs.drawing import DEVICE_COLOURS, Drawing, write
@@ -67,6 +69,7 @@ def figures() -> dict[str, Drawing]:
         "plans-copies.svg": crossing_figure(forward[0]),
         "plans-channels.svg": crossing_figure(crossing[0]),
         "plans-sums.svg": sums_figure(),
+        "plans-tiles.svg": tiles_figure(),
     }
 
 
@@ -282,6 +285,35 @@ def _round(drawing: Drawing, top: float, transfers: Sequence[Transfer], devices:
             if parts[0].adds:
                 drawing.text(place[0] + place[2] / 2, top + 13.5, "+")
         drawing.edge(x, top + 2, width, 14)
+
+
+# --- an image in tiles ----------------------------------------------------------------------------------------------
+
+
+def tiles_figure(side: int = 96) -> Drawing:
+    """Draw the rows of an image, and of the outputs of two strided convolutions, that each of four devices has."""
+    net = nn.Sequential(*(nn.Conv2d(channels, 8, 7, 2, 3) for channels in (3, 8)))
+    traced = trace(net, torch.zeros(1, 3, side, side)).graph
+    steps = lower(named_plan("spatial", traced, 1, Speeds(SPEEDS)), traced)
+    computed = [step for step in steps.phase("forward") if isinstance(step, ComputeStep)]
+    held = [steps.inputs[0], *(step.writes for step in computed if traced[step.layer].kind == "conv")]
+    titles = ("image", "first convolution", "second convolution")
+    drawing = Drawing(720, 330, "An image and the outputs of two convolutions, in tiles of rows on four devices")
+    for column, (value, title) in enumerate(zip(held, titles, strict=True)):
+        rows, extent = value.shape[2], 200.0
+        left = 20.0 + 235 * column
+        drawing.text(left + extent / 2, 22, f"{title}: {rows} rows", "strong")
+        for device, colour in enumerate(DEVICE_COLOURS):
+            place = box(value.layout, device, value.shape)
+            if place is None:
+                continue
+            first, last = place[2]
+            top, bar = 36 + 240 * first / rows, left + extent / 4 * device
+            drawing.box(bar, top, extent / 4 - 6, 240 * (last - first) / rows, colour)
+            drawing.text(bar + extent / 8 - 3, 292, f"device {device}", "small")
+            drawing.text(bar + extent / 8 - 3, 308, f"{last - first} rows", "small")
+        drawing.edge(left, 36, extent - 6, 240)
+    return drawing
 
 
 if __name__ == "__main__":

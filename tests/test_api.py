@@ -70,6 +70,28 @@ def by_its_variables(example: Path) -> tuple[str, str]:
     return said[0]
 
 
+@pytest.mark.slow
+def test_large_images_in_tiles_train_like_whole_images(tmp_path: Path) -> None:
+    example = [str(ROOT / "examples" / "large_images.py")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+    def output_of(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    output_of(*example, "make", "--side", "160")
+    train = (*example, "train", "--side", "160", "--steps", "4")
+    alone, together = output_of(*train), output_of("-m", "convoy", "run", "--devices", "3", *train)
+    losses = [[float(x) for x in re.findall(r"loss ([\d.]+)", text)] for text in (alone, together)]
+    assert len(losses[0]) == 4
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4), "float32 on both sides"
+    assert "(1, 3, 160, 160)" in alone
+    assert "(1, 3, 160, 160)" not in together
+
+
 @pytest.mark.parametrize(
     ("example", "start"),
     [

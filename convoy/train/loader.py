@@ -324,8 +324,8 @@ class _LocalBatches(Dataset[Any]):
                 raise InputError("augment= and images that are read by box: use their crop() and flip() in __getitem__")
             shape = (len(chosen), *first.shape)
             spans = tuple((0, min(8, n)) for n in first.shape) if self.key == COMPARED else part.spans(shape)
-            read = [each.read(spans) for each in chosen]
-            return torch.stack(read) if read else torch.empty(shape, dtype=first.dtype)
+            read = [each.read(spans)[None] for each in chosen] or [torch.empty(shape, dtype=first.dtype)]
+            return read[0] if len(read) == 1 else torch.cat(read)  # a copy of one large image would double the memory
         if not isinstance(values, Tensor):
             chosen = _collated(chosen or values[:1], self.rows.indices[k])[: len(chosen)]
         x: Tensor = chosen if augment is None else augment(chosen)

@@ -1,7 +1,7 @@
 """Train LightningModules, unchanged: `python lightning_modules.py FOLDER [PLAN SPEED,...]`, with Convoy if a plan is given.
 
-Three are Lightning's own demos, two are written like the examples of its documentation. For each, FOLDER gets a checkpoint, and
-a row of `results.json` with what was logged.
+Five are Lightning's own demos, three are written like the examples of its documentation. For each, FOLDER gets a checkpoint,
+and a row of `results.json` with what was logged.
 """
 
 import json
@@ -15,6 +15,8 @@ import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos import BoringDataModule, BoringModel
 from lightning.pytorch.demos.boring_classes import DemoModel, Net, RandomDataset
+from lightning.pytorch.demos.lstm import LightningLSTM
+from lightning.pytorch.demos.transformer import LightningTransformer
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -101,10 +103,23 @@ def images(count: int, batch: int, *, shuffle: bool, size: int = 8) -> DataLoade
     return DataLoader(TensorDataset(x, y), batch_size=batch, shuffle=shuffle)
 
 
+def language_model(kind: Any) -> Any:
+    model = kind(vocab_size=30)
+    model.prepare_data = lambda: None  # it would download a text
+    return model
+
+
+def words() -> DataLoader:
+    x = torch.randint(30, (16, 9), generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(x[:, :-1], x[:, 1:].contiguous()), batch_size=8)
+
+
 CASES: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
     "BoringModel": (BoringModel, [], {"max_epochs": 1}),
     "DataModule": (BoringModel, [BoringDataModule], {"max_epochs": 1, "accumulate_grad_batches": 5}),
     "DemoModel": (DemoModel, [lambda: DataLoader(RandomDataset(32, 40), batch_size=7)], {"max_epochs": 2}),
+    "LSTM": (lambda: language_model(LightningLSTM), [words], {"max_epochs": 1}),
+    "Transformer": (lambda: language_model(LightningTransformer), [words], {"max_epochs": 1}),
     "ImageClassifier": (ImageClassifier, [lambda: images(20, 8, shuffle=True, size=28)], {"gradient_clip_val": 0.1}),
     "AutoEncoder": (LitAutoEncoder, [lambda: images(50, 12, shuffle=True)], {"gradient_clip_val": 0.05}),
     "Classifier": (
