@@ -27,7 +27,7 @@ SHAPES = {2: (1, 1, 512, 512), 3: (1, 1, 40, 64, 64)}
 PLANNED_BYTES = {2: 140_000_000, 3: 75_000_000}
 """The limit of each device for plans."""
 
-LIMIT_BYTES = {2: 330_000_000, 3: 750_000_000}
+LIMIT_BYTES = {2: 330_000_000, 3: 520_000_000}
 """The kernel's limit. It also holds Python, and workspaces: float64 convolutions unfold their input."""
 
 
