@@ -7,7 +7,7 @@ allocator. `MemoryLimits` subtracts the process's memory before training from th
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -302,7 +302,9 @@ def _peak_bytes(program: DeviceProgram, steps: StepList, graph: Graph, itemsize:
             case ops.Pack() | ops.PackWeights():
                 size = op.made if isinstance(op, ops.PackWeights) else 0 if op.alone else op.size
                 memory.make(op.buffer, size * itemsize, exchanged=True)
-        memory.note()
+        # A convolution copies its input and output, or their gradients, into another format.
+        copied = isinstance(op, ops.Compute) and bool(graph[op.layer].windows) and graph[op.layer].multiplies
+        memory.note({*ops.reads_of(op), *ops.writes_of(op)} if copied else ())
         if isinstance(op, ops.Compute) and op.phase == "backward" and op.last and op.part != "statistics":
             memory.forget(op.layer)
         for name in {*ops.reads_of(op), *ops.writes_of(op)}:
@@ -360,8 +362,10 @@ class _LiveMemory:
         if name in self._owner:
             self._release(self._owner.pop(name))
 
-    def note(self) -> None:
-        self.most = max(self.most, (self._now, self._exchanged))
+    def note(self, copied: Collection[str] = ()) -> None:
+        """Note the bytes of this time, with copies of some buffers."""
+        further = sum(self._size[self._owner[name]][0] for name in copied if name in self._owner)
+        self.most = max(self.most, (self._now + further, self._exchanged))
 
     def _take(self, name: str, owner: str) -> None:
         self._owner[name] = owner

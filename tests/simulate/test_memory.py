@@ -50,11 +50,11 @@ def test_memory_of_a_filter_split_by_hand():
 
 
 def test_memory_of_the_masters_plan_by_hand():
-    """The worker keeps the images, 4*32, and receives the gradient of its filters' outputs, 4*2*16, while it has the outputs
-    and their gradients, 2 * 4*3. The master's peak is in ReLU's backward: images, ReLU's output 4*4*16, two such gradients.
+    """The worker's peak is in its convolution: the images, 4*32, its filters' outputs, 4*2*16, and a copy of both. The
+    master's is in ReLU's backward: images, ReLU's output 4*4*16, two gradients of that size, outputs and their gradients.
     """
     master, worker = memory("master", optimizer="sgd")
-    assert worker == DeviceMemory(4 * 38, 4 * 38, 0, 4 * (128 + 128 + 24), 0)
+    assert worker == DeviceMemory(4 * 38, 4 * 38, 0, 4 * 2 * (128 + 128), 0)
     assert master == DeviceMemory(4 * (38 + 51), 4 * (38 + 51), 0, 4 * (128 + 3 * 256 + 24), 0)
 
 
@@ -106,7 +106,7 @@ def test_predicted_memory_matches_the_executor(name):
 
     expected = memory_of(lower(plan, graph), graph)
     for (activations, weights), predicted in zip(run_on_threads(2, kept), expected, strict=True):
-        assert predicted.activations_bytes / 2 < activations <= predicted.activations_bytes
+        assert predicted.activations_bytes / 3 < activations <= predicted.activations_bytes
         assert 4 * weights == predicted.weights_bytes
 
 
