@@ -24,7 +24,7 @@ from convoy.plan.steps import ComputeStep, micro_batches
 from convoy.plan.strategy import STRATEGIES, Batch, Sharding, can_shard
 from convoy.planner.analytic import DIRECT_DEVICES, CostModel, content
 from convoy.planner.request import PlanRequest
-from convoy.planner.search import Candidate, Search, batch_shares, in_order, model_s
+from convoy.planner.search import SPATIAL_SAMPLES, Candidate, Search, batch_shares, in_order, model_s
 from convoy.simulate.compute import CachedTimes
 from convoy.simulate.memory import fewest_micro_batches, memory_of, micro_batch_words, most_bytes
 from convoy.simulate.simulator import layers_s, seconds_by_phase, simulate
@@ -160,8 +160,9 @@ def _that_fit(model: CostModel, found: Sequence[Candidate], order: Sequence[int]
 def _saving_memory(model: CostModel, order: Sequence[int]) -> Iterator[tuple[Candidate, tuple[int, ...]]]:
     """Yield plans that need little memory, with their bytes per device.
 
-    First, split the layers with most weights by filters and channels. Then split the batch, with weights copied, sharded by
-    memory, or sharded and freed after use, and move samples from devices with too little memory to others until it fits.
+    First, split the layers with most weights by filters and channels. Then split large images by memory. Then split the batch,
+    with weights copied, sharded by memory, or sharded and freed after use, and move samples from devices with too little memory
+    to others until it fits.
     """
     graph, limits = model.graph, model.request.limits
     # A ring sum needs smaller receive buffers than a direct sum.
@@ -175,6 +176,14 @@ def _saving_memory(model: CostModel, order: Sequence[int]) -> Iterator[tuple[Can
         for weights in ([], [part if d in order[:n] else 0.0 for d, part in enumerate(parts)]):
             found = Search(model, order[:n], only, weights).run()[0]
             yield found, _needs(found.plan, model)
+    tiled = {layer.name: "spatial" for layer in graph.weighted if layer.windows and not layer.shared}
+    if tiled and len(order) > 1 and model.batch < SPATIAL_SAMPLES * len(order):
+        weights = parts
+        for _ in range(MEMORY_ATTEMPTS):
+            found = Search(model, order, tiled, weights).run()[0]
+            needs = _needs(found.plan, model)
+            yield found, needs
+            weights = [w * min(limits.bytes_of(d), 1e18) / max(1, needs[d]) for d, w in enumerate(weights)]
     forms: list[dict[str, Sharding]] = [{}]
     if 1 < len(order) <= DIRECT_DEVICES:  # with shards, each device sends to all others
         keep = Sharding(apportion(SHARE_UNITS, parts))

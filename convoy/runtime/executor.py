@@ -29,7 +29,7 @@ from convoy.runtime.cuda_graphs import CudaGraphs, Regions, regions_of
 from convoy.runtime.exchange import Buffers, Lane
 from convoy.runtime.gradients import Found, SegmentSums, Sums, collect, own_memory, packed, unpack
 from convoy.runtime.model_checks import HookTables
-from convoy.runtime.program import BoundSegment, LayerCall, Program
+from convoy.runtime.program import BoundSegment, LayerCall, Program, spare_memory_for
 from convoy.runtime.weights import GatheredParameters, PlanInUse
 
 
@@ -459,6 +459,7 @@ class Variant:
             if not self.programs and in_use.plan.devices <= CHECKED_DEVICES:
                 check_programs(compile_all(steps, graph))
             self.programs[key] = self.executor.program(steps)
+            spare_memory_for(self.programs[key], graph, self.executor.group.torch_device)
         return self.programs[key]
 
     def _check_state(self, steps: StepList, graph: Graph) -> None:

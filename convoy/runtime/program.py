@@ -12,11 +12,13 @@ import torch
 from convoy.comm.control_messages import gather
 from convoy.comm.group import Group
 from convoy.layout.layout import Replicated, holders
+from convoy.machine.accelerator import spare_memory
 from convoy.model.graph import Graph
 from convoy.plan import device_program as ops
 from convoy.plan.steps import ComputeStep, GatherStatistics, GatherWeights, StepList, SumGradients
 from convoy.runtime.gradients import SumLane
 from convoy.runtime.kernels import Call
+from convoy.simulate.memory import device_memory
 
 _ON_LANE = (ops.Make, ops.View, ops.Copy, ops.Add, ops.Merge, ops.ExchangeRound, ops.WaitRound)
 
@@ -90,6 +92,13 @@ class Program:
         self.expected_s: dict[tuple[int, str], dict[str, float]] = {}  # by segment and phase
         self.regions: dict[tuple[torch.dtype | None, bool], Any] = {}  # see `convoy.runtime.cuda_graphs`
         self.variants: dict[tuple[frozenset[int], frozenset[str]], Program] = {}
+
+
+def spare_memory_for(program: Program, graph: Graph, device: torch.device) -> None:
+    """Keep the memory of a CPU process small if a step of this program could need too much."""
+    if device.type == "cpu":
+        itemsize = max(getattr(torch, layer.dtype).itemsize for layer in graph.layers.values())
+        spare_memory(device_memory(program.program, program.steps, graph, itemsize=itemsize).total_bytes)
 
 
 def _is_owned(graph: Graph, name: str, readers: int) -> bool:

@@ -104,10 +104,11 @@ class MemoryLimits:
     def overfull(self, needs: Sequence[int]) -> list[str]:
         """Return a description of each device whose memory is too small."""
         rows = []
-        for d in self.excess(needs):
+        for d, missing in self.excess(needs).items():
             own = self.own_bytes(d)
             note = f" ({_mb(own)} used by its process before training)" if own else ""
-            rows.append(f"{self.names[d]} needs {_mb(needs[d] + own)}{note} of {_mb(self.limits_bytes[d] or 0)}")
+            limit = f"{_mb(self.limits_bytes[d] or 0)}, {_mb(missing)} too much"
+            rows.append(f"{self.names[d]} needs {_mb(needs[d] + own)}{note} of {limit}")
         return rows
 
     def check_room(self, graph: Graph, batch: int) -> None:
@@ -162,23 +163,26 @@ def memory_of(
     steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4
 ) -> tuple[DeviceMemory, ...]:
     """Return the memory that a step needs on each device; of several micro-batches, the last one needs most."""
-    state, parameters = optimizer_named(optimizer).state, parameters_of(steps, graph)
-    rows = []
-    for device, program in enumerate(compile_all(steps, graph)):
-        kept = sum(held_entries(layout, device, p.shape) for p, layout in parameters)
-        trained = sum(held_entries(layout, device, p.shape) for p, layout in parameters if p.trainable)
-        whole, gradients = _gathered_entries(program)
-        activations, exchanged = _peak_bytes(program, steps, graph, itemsize)
-        rows.append(
-            DeviceMemory(
-                weights_bytes=(kept + whole) * itemsize,
-                gradients_bytes=(trained + gradients) * itemsize,
-                optimizer_bytes=trained * state * itemsize,
-                activations_bytes=activations,
-                exchange_bytes=exchanged,
-            )
-        )
-    return tuple(rows)
+    programs = compile_all(steps, graph)
+    return tuple(device_memory(each, steps, graph, optimizer=optimizer, itemsize=itemsize) for each in programs)
+
+
+def device_memory(
+    program: DeviceProgram, steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4
+) -> DeviceMemory:
+    """Return the memory that a step needs on the device of a program."""
+    parameters = parameters_of(steps, graph)
+    kept = sum(held_entries(layout, program.device, p.shape) for p, layout in parameters)
+    trained = sum(held_entries(layout, program.device, p.shape) for p, layout in parameters if p.trainable)
+    whole, gradients = _gathered_entries(program)
+    activations, exchanged = _peak_bytes(program, steps, graph, itemsize)
+    return DeviceMemory(
+        weights_bytes=(kept + whole) * itemsize,
+        gradients_bytes=(trained + gradients) * itemsize,
+        optimizer_bytes=trained * optimizer_named(optimizer).state * itemsize,
+        activations_bytes=activations,
+        exchange_bytes=exchanged,
+    )
 
 
 def most_bytes(steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4) -> tuple[int, ...]:

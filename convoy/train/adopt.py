@@ -330,8 +330,9 @@ def first_batch(source: DataLoader[Any]) -> Any:
     rows = [i % len(source.dataset) for i in range(2)]  # type: ignore[arg-type]
     plain = type(source.dataset) is TensorDataset and source.collate_fn is default_collate
 
-    def collate(items: list[Any]) -> Any:
-        return tuple(items[0]) if read_by_box(items[0]) else source.collate_fn(items)
+    def collate(items: Any) -> Any:
+        boxed = isinstance(items, list) and read_by_box(items[0])
+        return tuple(items[0]) if boxed else source.collate_fn(items)
 
     how: Any = {} if plain else {"num_workers": 1, "multiprocessing_context": "fork", "timeout": 20.0}
     once = DataLoader(source.dataset, 2, sampler=rows, collate_fn=collate, generator=torch.Generator(), **how)

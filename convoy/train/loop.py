@@ -416,9 +416,9 @@ def _cross_entropy(label_smoothing: float) -> Loss:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, loader: Loader) -> float:
-    """Return the top-1 accuracy. Leaves the model in training mode."""
+    """Return the top-1 accuracy, of samples or of pixels. Leaves the model in training mode."""
     model.eval()
-    right, total = torch.zeros(()), 0  # added up on the device of the outputs, and read once
+    right, total = torch.zeros((), dtype=torch.int64), 0  # added up on the device of the outputs, and read once
     group: Group | None = None  # set if each device counts only its own samples
     for x, y in loader:
         outputs = model(x)
@@ -426,9 +426,9 @@ def accuracy(model: nn.Module, loader: Loader) -> float:
             part = outputs
             outputs, y, group = part.own, part.rows_of(y), part.group
         right = right.to(outputs.device) + (outputs.argmax(1) == y).sum()
-        total += len(y)
+        total += y.numel()
     model.train()
-    found = float(right)
+    found = int(right)
     if group is not None:
         found, total = (int(sum(share_number(group, count))) for count in (found, total))
     return found / total

@@ -97,7 +97,10 @@ CASES: dict[str, tuple[Extras, str, dict[int, tuple[int, int]]]] = {
     "micro-batches of freed shards": (Extras(ema=True, accumulate=4), "sharded, freed", ON_THE_WAY_BACK),
     "a trial of plans": (Extras(others=("model", "data")), "hybrid", IN_A_STEP),
     "workers of the loader": (Extras(workers=1, every=2), "data-by-speed", IN_A_STEP),
+    "tiles of images": (Extras(accumulate=2, rebalance=True), "spatial", TWICE),
     "micro-batches, at the very start": (Extras(accumulate=2, every=2), "data-by-speed", {2: (0, 3)}),
+    "images in parts": (Extras(), "spatial", TWICE),
+    "images in parts, in backward": (Extras(accumulate=2, every=2), "spatial", ON_THE_WAY_BACK),
     "after the first snapshot": (Extras("adagrad"), "master", {1: (0, 4)}),
     "all of it": (Extras(ema=True, scales=True, accumulate=2, rebalance=True, every=None), "model", TWICE),
 }  # fmt: skip

@@ -87,5 +87,5 @@ def test_plans_may_use_memory_the_process_leaves() -> None:
     assert (room.bytes_of(0), room.bytes_of(1)) == (30 * MB, float("inf"))
     assert room.excess([31 * MB, 31 * MB]) == {0: MB}
     (words,) = room.overfull([31 * MB, 31 * MB])
-    assert words == "a-0 needs 101 MB (70 MB used by its process before training) of 100 MB"
+    assert words == "a-0 needs 101 MB (70 MB used by its process before training) of 100 MB, 1 MB too much"
     assert MemoryLimits.of(fleet, process_bytes=(200 * MB, 0)).excess([MB, 0]) == {0: MB - 1}  # no division by nothing

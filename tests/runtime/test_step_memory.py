@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convoy.api import distribute, loader
-from convoy.comm.group import Group
+from convoy.comm.group import AloneGroup, Group
 from convoy.data import Images
 from convoy.launch.host_job import memory_environment
+from convoy.machine.accelerator import limit_memory
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.presets import PLANS, Speeds, named_plan
@@ -90,3 +91,37 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True
     )
     assert int(run.stdout) < 4000
+
+
+def resident_bytes(limit_bytes: float) -> int:
+    """Train a U-Net of 55 MB of tensors, and return how much the process's memory grew at its peak."""
+
+    def status(name: str) -> int:
+        rows = Path("/proc/self/status").read_text().splitlines()
+        return next(int(row.split()[1]) << 10 for row in rows if row.startswith(name))
+
+    group = AloneGroup(torch.device("cpu"), 20.0)
+    limit_memory(group.torch_device, limit_bytes)
+    for side in (16, 256):  # the first loads libraries
+        before = status("RssAnon")
+        Path("/proc/self/clear_refs").write_text("5")
+        model, example = build_net("unet:8", (3, side, side), 10), torch.zeros(1, 3, side, side)
+        part = distribute(model, named_plan("data", trace(model, example).graph, 1, Speeds((1.0,))), group, example)
+        for _ in range(3):
+            part(example, batch=1).square().mean().backward()
+    return status("VmHWM") - status("RssFile") - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="this kernel does not show a process's peak")
+def test_freed_memory_goes_back_to_the_system_if_memory_is_short() -> None:
+    """Regression: malloc kept three times the memory of a step's tensors, which no prediction counts."""
+
+    def run(limit_bytes: float) -> int:
+        program = f"from tests.runtime.test_step_memory import resident_bytes as f; print(f({limit_bytes}))"
+        command, environment = [sys.executable, "-c", program], os.environ | memory_environment(os.environ)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+        return int(done.stdout)
+
+    plenty, short = run(1e15), run(80e6)
+    print(f"{plenty / 1e6:.0f} MB, {short / 1e6:.0f} if memory is short")
+    assert short < 0.8 * plenty

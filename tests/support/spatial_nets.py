@@ -38,6 +38,29 @@ class Joined(nn.Module):
         return x + y if self.adds else torch.cat((x, y), 1)
 
 
+class UNet(nn.Module):
+    """A small U-Net without norms, in one to three dimensions. Sides of images are multiples of 4."""
+
+    def __init__(self, dims: int, width: int) -> None:
+        super().__init__()
+        conv, up = CONVOLUTIONS[dims], TRANSPOSED[dims]
+
+        def twice(a: int, b: int) -> nn.Module:
+            return nn.Sequential(conv(a, b, 3, padding=1), nn.ReLU(), conv(b, b, 3, padding=1), nn.ReLU())
+
+        self.first, self.second, self.third = twice(1, width), twice(width, 2 * width), twice(2 * width, 4 * width)
+        self.pool = MAX_POOLS[dims](2)
+        self.up2, self.up1 = up(4 * width, 2 * width, 2, 2), up(2 * width, width, 2, 2)
+        self.join2, self.join1, self.head = twice(4 * width, 2 * width), twice(2 * width, width), conv(width, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x)
+        second = self.second(self.pool(first))
+        y = self.join2(torch.cat((second, self.up2(self.third(self.pool(second)))), 1))
+        result: Tensor = self.head(self.join1(torch.cat((first, self.up1(y)), 1)))
+        return result
+
+
 def random_layer(draw: random.Random, dims: int, channels: int) -> tuple[nn.Module, int]:
     """Return a layer for a number of channels, and the channels of its output."""
     outputs, kernel, stride = 2 * draw.randint(1, 3), draw.randint(1, 4), draw.randint(1, 2)

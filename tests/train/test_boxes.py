@@ -164,3 +164,16 @@ def test_dataloader_with_its_own_order_is_refused(folder: Path) -> None:
 def test_augment_of_images_that_are_read_by_box_is_refused(folder: Path) -> None:
     with pytest.raises(InputError, match=r"use their crop\(\) and flip\(\)"):
         next(iter(convoy.loader(Slides(folder), 2, augment="flip")))
+
+
+def test_dataset_that_returns_columns_is_still_adopted() -> None:
+    class Columns(Dataset[Any]):
+        def __len__(self) -> int:
+            return SAMPLES
+
+        def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+            return {"x": torch.zeros(len(indices), 3, SIZE, SIZE, dtype=torch.float64)}
+
+    loader = DataLoader(Columns(), 2, collate_fn=lambda columns: columns["x"])
+    _, _, loader = convoy.prepare(copy.deepcopy(NET), None, loader, plan="data", group=ALONE)
+    assert [tuple(x.shape) for x in loader] == [(2, 3, SIZE, SIZE)] * 2

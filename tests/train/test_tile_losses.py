@@ -17,6 +17,7 @@ from convoy.plan.lower import lower
 from convoy.plan.strategy import Spatial
 from convoy.runtime.batches import OutputPart
 from convoy.runtime.module import Distributed
+from convoy.train.loop import accuracy
 from tests.parity.test_spatial import spatial
 from tests.support.nets import UNet
 from tests.support.threads import run_on_threads
@@ -156,3 +157,19 @@ def test_unet_trains_on_tiles_without_sending_outputs() -> None:
         assert sent < before
 
     run_on_threads(4, work)
+
+
+@pytest.mark.parametrize("strategy", TILES)
+def test_accuracy_counts_the_pixels_of_all_tiles(strategy: Spatial) -> None:
+    layout = strategy.tiles(SHAPE)
+
+    def work(group: Group) -> float:
+        class Net(nn.Module):
+            def forward(self, _x: Tensor) -> OutputPart:
+                spans = tuple(slice(*span) for span in box(layout, group.device, SHAPE) or ((0, 0),))
+                return OutputPart(LOGITS[spans], layout, SHAPE, group)
+
+        loader: Any = [(LOGITS, CLASSES), (LOGITS, CLASSES)]
+        return accuracy(Net(), loader)
+
+    assert run_on_threads(4, work, timeout_s=20) == [(LOGITS.argmax(1) == CLASSES).double().mean().item()] * 4
