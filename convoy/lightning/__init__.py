@@ -46,6 +46,8 @@ __all__ = ["ConvoyStrategy"]
 PRECISIONS = {"32-true": "float32", "64-true": "float32", "bf16-mixed": "bf16"}
 """Lightning's name of a precision -> Convoy's. "float32" is the model's own type."""
 
+ON_WHOLE_WEIGHTS = {"LearningRateFinder", "ModelPruning", "StochasticWeightAveraging", "WeightAveraging"}  # callbacks
+
 
 class ConvoyStrategy(ParallelStrategy):
     """A strategy for processes that `convoy run`, torchrun or srun has started.
@@ -61,7 +63,7 @@ class ConvoyStrategy(ParallelStrategy):
     def __init__(self, plan: str | Plan = AUTO, timeout_s: float = 60.0, **options: Unpack[PlanOptions]) -> None:
         if odd := {"precision", "outputs"} & options.keys():
             raise InputError(
-                f"ConvoyStrategy takes no {min(odd)!r}: give the Trainer the precision; outputs are needed on every device"
+                f"ConvoyStrategy takes no {min(odd)!r}: the Trainer takes precision; outputs are everywhere"
             )
         self.plan, self.timeout_s, self.options = plan, timeout_s, options
         self.group: Any = None
@@ -173,14 +175,10 @@ class ConvoyStrategy(ParallelStrategy):
             output = super().training_step(*args, **kwargs)
         finally:
             self._entries = [entry for entry in tried if entry.part is not None]
-            for entry in tried:
-                if entry.part is None:
-                    entry.remove()
+            for entry in {*tried} - {*self._entries}:
+                entry.remove()
         if not self._entries:
-            raise InputError(
-                f"training_step of {type(self.lightning_module).__name__} calls no module with parameters, so there is nothing "
-                "to distribute: compute the outputs in forward, and call self(x)"
-            )
+            raise InputError("training_step calls no module with parameters: compute in forward, and call self(x)")
         return output
 
     def distribute(self, name: str, module: nn.Module, example: Arguments) -> Distributed:
@@ -196,16 +194,21 @@ class ConvoyStrategy(ParallelStrategy):
                 )
         given = [*example.args, *example.kwargs.values()]
         if (batch := samples_in(given)) < 1:
-            kinds = ", ".join(type(each).__name__ for each in given)
             raise InputError(
-                f"training_step calls {name}({kinds}), but Convoy splits a module's first argument along its first axis: give "
-                "it a batch first, as a tensor or in a tuple, list or dict"
+                f"training_step calls {name}({', '.join(type(x).__name__ for x in given)}), but Convoy splits a module's first "
+                "argument along its first axis: give it a batch first, as a tensor or in a tuple, list or dict"
             )
         group, precision = self.group, PRECISIONS[self.precision_plugin.precision]
         trained = [each for each in self.optimizers if names.keys() & {*shards.works_on(each)}]
         options: dict[str, Any] = {"net": name, "precision": precision, **self.options}
         with random_state_kept(group.torch_device), torch.autocast(group.torch_device.type, enabled=False):
             part = take_over(module, map_tensors(example, Tensor.detach), batch, group, self.plan, trained, **options)
+        callbacks = {cls.__name__ for each in self.lightning_module.trainer.callbacks for cls in type(each).__mro__}
+        if (found := callbacks & ON_WHOLE_WEIGHTS) and not all(part.weights.in_use.whole.values()):
+            raise InputError(
+                f"the callback {min(found)} works on whole weights, but the plan {part.plan.name} splits {name}: use a plan "
+                "that copies parameters ('data', 'data-by-speed'), or leave the callback out"
+            )
         rank_zero_info(f"Convoy: {name} is distributed over {group.devices} devices, plan {part.plan.name}")
         return part
 
@@ -224,9 +227,9 @@ class ConvoyStrategy(ParallelStrategy):
             return
         kinds = {Precision: _Exact, DoublePrecision: _ExactDouble, MixedPrecision: _ExactMixed}
         if type(plugin) not in kinds or plugin.precision not in PRECISIONS:
-            what = f"precision {plugin.precision!r} of a {type(plugin).__name__}"
             raise InputError(
-                f"{what} is not exact with Convoy: give the Trainer {' or '.join(PRECISIONS)}, and no plugin"
+                f"precision {plugin.precision!r} of a {type(plugin).__name__} is not exact with Convoy: give the Trainer "
+                f"{' or '.join(PRECISIONS)}, and no plugin"
             )
         self._precision_plugin = made = object.__new__(kinds[type(plugin)])
         made.__dict__.update(vars(plugin), strategy=self)
@@ -276,10 +279,7 @@ class _Entry:
     def __init__(self, strategy: ConvoyStrategy, name: str, module: nn.Module) -> None:
         self.name, self.module, self._strategy = name, module, strategy
         self.part: Any = None
-        self._place()
-
-    def _place(self) -> None:
-        vars(self.module)["forward"] = self  # in this one object, as Lightning itself redirects calls
+        vars(module)["forward"] = self  # in this one object, as Lightning itself redirects calls
 
     def remove(self) -> None:
         vars(self.module).pop("forward", None)
@@ -293,7 +293,7 @@ class _Entry:
             with self.part.no_sync() if self._strategy.accumulates else nullcontext():
                 return self.part(*args, **kwargs)
         finally:
-            self._place()
+            vars(self.module)["forward"] = self
 
     def end(self) -> None:
         """Make the module ordinary again, with whole weights. Every device calls it."""

@@ -66,3 +66,26 @@ def test_training_resumes_mid_epoch_from_a_checkpoint_of_one_device_and_back(res
 def test_bf16_differs_from_one_device_only_by_rounding(folder: Path) -> None:
     assert difference(folder, "three-bf16-mixed", "alone-bf16-mixed") < 0.005
     assert difference(folder, "three-bf16-mixed", "alone-32-true") > 0.01
+
+
+AVERAGED = """
+import lightning
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch.utils.data import DataLoader
+
+import convoy.lightning
+from tests.lightning.lightning_resume import Module, RandomImages
+
+strategy = convoy.lightning.ConvoyStrategy(plan="model", speeds=[1.0, 1.0])
+callbacks = [StochasticWeightAveraging(0.1)]
+trainer = lightning.Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False, callbacks=callbacks)
+trainer.fit(Module(), DataLoader(RandomImages(), batch_size=12))
+"""
+
+
+def test_weight_averaging_is_refused_if_the_plan_splits_parameters(tmp_path: Path) -> None:
+    (tmp_path / "averaged.py").write_text(AVERAGED)
+    command = [sys.executable, "-m", "convoy", "run", "--devices", "2", "averaged.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
+    assert "the callback StochasticWeightAveraging works on whole weights, but the plan model splits net" in done.stderr
