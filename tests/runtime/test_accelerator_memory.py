@@ -55,7 +55,8 @@ def test_plans_respect_the_memory_limit(limited: torch.device) -> None:
     with AloneGroup(limited) as group:
         assert make_plan("auto", net, x, 16, group).batch == 16
         with pytest.raises(
-            PlanError, match=r"fits the devices' memory\. .* of 7\.13 MB, .* too much\. Make a step of 20 micro-batches"
+            PlanError,
+            match=r"fits the devices' memory\. .* of 7\.13 MB, .* too much\. Make a step of \d+ micro-batches",
         ):
             make_plan("auto", net, x, 40000, group)
 
