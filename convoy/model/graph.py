@@ -90,11 +90,8 @@ class Layer:
         shared: whether other layers use the same parameters, or these have hooks. Then they are on every device, never split.
         random: whether it draws random numbers in this mode (dropout), so that copies on several devices would differ.
         statistics: whether this is a batch norm that normalises by batch statistics (not by running statistics).
-        everywhere: whether every device computes it for the global batch, because hooks or its Python state need this.
-        called_everywhere: whether every device must call it in every step, because a call changes its Python state or a
-            counter buffer. If a device has no samples for it, all devices compute it for the global batch.
-        no_gradient_to: indices of the inputs without a gradient.
-        changes_state: whether a call changes its Python state, its buffers or its parameters.
+        called_everywhere: whether every device must call it in every step, because a call changes its buffers. If a device has
+            no samples for it, all devices compute it for the global batch.
         recomputed: whether `torch.utils.checkpoint` calls it again in backward, on one device.
         saved: what autograd saves for backward: indices of inputs, and -1 for the output; None: unknown.
         saved_bytes: bytes per sample that autograd saves besides these, such as the indices of max pooling.
@@ -118,11 +115,8 @@ class Layer:
     random: bool = False
     dtype: str = "float32"
     differentiable: bool = True
-    everywhere: bool = False
     called_everywhere: bool = False
-    changes_state: bool = False
     recomputed: bool = False
-    no_gradient_to: tuple[int, ...] = ()
     saved: tuple[int, ...] | None = None
     saved_bytes: int = 0
     input_entries: int = 0
@@ -176,11 +170,6 @@ class Layer:
     def trainable(self) -> tuple[Parameter, ...]:
         """The parameters that get a gradient from this layer."""
         return tuple(p for p in self.parameters.values() if p.trainable) if self.differentiable else ()
-
-    @property
-    def traced_back(self) -> tuple[bool, ...]:
-        """For each input, whether it gets a gradient."""
-        return tuple(self.differentiable and i not in self.no_gradient_to for i in range(len(self.inputs)))
 
     @cached_property
     def multiplies(self) -> bool:
@@ -245,9 +234,7 @@ class Graph:
         last: frozenset[str] = frozenset()
         for layer in self.layers.values():
             # A call may depend on an earlier call: by random numbers, Python state, shared buffers.
-            has_state = (
-                layer.random or layer.changes_state or layer.called_everywhere or layer.everywhere or layer.shared
-            )
+            has_state = layer.random or layer.called_everywhere or layer.shared
             in_order = has_state or layer.kind in ("opaque", "parameter")
             rows.append((layer.name, last.union(layer.inputs) if in_order else frozenset(layer.inputs)))
             last = frozenset((layer.name,)) if in_order else last
@@ -275,12 +262,11 @@ class Graph:
             row["shared"] = any(uses[p.key] > 1 for p in layer.parameters.values())  # hooks may be added after planning
             # A plan is valid in any precision; the other fields are derived, or irrelevant to a plan.
             for name in (
-                "reason", "dtype", "input_entries", "changes_state", "recomputed", "no_gradient_to", "windows", "normalised",
-                "saved", "saved_bytes",
+                "reason", "dtype", "input_entries", "recomputed", "windows", "normalised", "saved", "saved_bytes"
             ):  # fmt: skip
                 del row[name]
-            # Existing plan files have fingerprints with the older name, and without empty fields.
-            row["each"] = row.pop("called_everywhere")
+            # Existing plan files have fingerprints with an older field and name, and without empty fields.
+            row["everywhere"], row["each"] = False, row.pop("called_everywhere")
             for name in ("each", "cuts"):
                 if not row[name]:
                     del row[name]

@@ -112,7 +112,6 @@ class TracedModel:
         operations: layer name -> its call.
         result: the model's result, with `Ref(i)` for the i-th of `graph.outputs`.
         seen: paths of the modules that the trace enters. Their Python code runs only once, during tracing.
-        whole: paths of the modules that stay one layer, except torch's own; "" is the model itself.
         modes: path -> whether in training mode, for modules that behave differently in training and evaluation.
         call: the `CallForm` of its arguments.
         live: if the model's own forward runs in every step, the traces of the submodules that it calls and that are split;
@@ -125,7 +124,6 @@ class TracedModel:
     operations: Mapping[str, Operation]
     result: Any
     seen: tuple[str, ...] = ()
-    whole: tuple[str, ...] = ()
     modes: Mapping[str, bool] = field(default_factory=dict)
     call: Any = None
     live: "tuple[TracedModel, ...] | None" = None

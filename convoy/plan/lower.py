@@ -1,7 +1,6 @@
 """Lower a plan (the strategies of all layers) to a list of steps for one batch size (`lower`)."""
 
 import heapq
-import itertools
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -251,7 +250,7 @@ class _Lowering:
         reads = tuple(self._version(name, layout, chunks) for name, layout in pairs)
         self.moved_for[layer.name] = [step for step in self.steps[before:] if isinstance(step, Move)]
         after = tuple(sorted({*self._after(reads), *self._waits_for_weights(layer)}))
-        wants = tuple(p and name in self.trains for name, p in zip(layer.inputs, layer.traced_back, strict=True))
+        wants = tuple(layer.differentiable and name in self.trains for name in layer.inputs)
         parameters = {key: self.kept[p.key] for key, p in layer.parameters.items()}
         return ComputeStep(
             self._id, "forward", layer.name, reads, value, wants, parameters, placed.note, after, chunks=chunks,
@@ -381,7 +380,7 @@ def trains(graph: Graph, inputs: Collection[str] = ()) -> set[str]:
     """Return the layers whose output has a gradient: they depend on a trainable layer or on one of `inputs`."""
     result = set(inputs)
     for layer in graph.layers.values():
-        if layer.trainable or result.intersection(itertools.compress(layer.inputs, layer.traced_back)):
+        if layer.trainable or (layer.differentiable and result.intersection(layer.inputs)):
             result.add(layer.name)
     return result
 
@@ -390,8 +389,8 @@ def reached(graph: Graph, trains: set[str]) -> set[str]:
     """Return the layers whose backward runs, because a gradient from an output reaches them."""
     result = trains.intersection(graph.outputs)
     for layer in reversed(list(graph.layers.values())):
-        if layer.name in result:
-            result |= trains.intersection(itertools.compress(layer.inputs, layer.traced_back))
+        if layer.name in result and layer.differentiable:
+            result |= trains.intersection(layer.inputs)
     return result
 
 

@@ -205,7 +205,7 @@ def _why_whole(layer: Layer) -> str:
         return "it has no parameter that is trained and has an axis"
     if layer.shared:
         return "its parameters belong to another layer too, or have hooks"
-    if layer.kind == "opaque" or layer.changes_state or not layer.batched:
+    if layer.kind == "opaque" or not layer.batched:
         return f"it is {layer.kind} (its Python code may use its parameters or not, or change them)"
     return ""
 
@@ -263,7 +263,7 @@ def follow(graph: Graph, layer: Layer, leading: Layout, devices: int) -> Placeme
             return next((placed for placed in along if placed is not None), None)
         case Split() if not layer.per_sample or (layer.kind == "cat" and layer.axis == 0):
             return None
-        case Replicated() if layer.random or (layer.changes_state and not layer.called_everywhere):
+        case Replicated() if layer.random:
             return None
     return _uniform(graph, layer, leading, devices)
 
@@ -351,11 +351,9 @@ def _uniform(graph: Graph, layer: Layer, layout: Layout, devices: int) -> Placem
         return Placement((everyone,) * len(layer.inputs), everyone, dict.fromkeys(layer.parameters, everyone))
     # A call may change parameters or buffers, such as the running statistics of a batch norm.
     changes = layer.statistics and any(p.buffer for p in layer.parameters.values())
-    changes = changes or layer.changes_state or (layer.kind == "opaque" and not layer.per_sample)
+    changes = changes or (layer.kind == "opaque" and not layer.per_sample)
     note = ""
-    if layer.everywhere:
-        layout, note = everyone, layer.reason
-    elif layer.called_everywhere and len(holders(layout)) < devices:
+    if layer.called_everywhere and len(holders(layout)) < devices:
         layout, note = everyone, "a call changes its state, so every device computes it"
     elif layer.shared and changes and not isinstance(layout, Split):
         layout, note = everyone, "it changes what other layers or hooks use, so every device computes it"

@@ -328,9 +328,9 @@ def regions_of(executor: "Executor", program: Program, key: Key) -> Regions:
 
 def is_plain_call(layer: Layer, operation: Operation, model: nn.Module) -> bool:
     """Return whether a layer is one torch call without side effects."""
-    odd = layer.random or layer.several or layer.everywhere or layer.no_gradient_to or operation.attributes
-    keeps_state = layer.recomputed if layer.kind == "batch_norm" else layer.changes_state
-    if odd or keeps_state or layer.kind not in KINDS or not layer.differentiable:
+    odd = layer.random or layer.several or operation.attributes
+    again = layer.kind == "batch_norm" and layer.recomputed
+    if odd or again or layer.kind not in KINDS or not layer.differentiable:
         return False
     constants = [*operation.args, *operation.kwargs.values()]
     if operation.kwargs.get("inplace") or not all(isinstance(x, Ref | int | float | str | None) for x in constants):

@@ -1,7 +1,7 @@
 """Run the program of one device, forward and then backward, operation by operation."""
 
 import math
-from collections import ChainMap, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -12,15 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from convoy.comm.group import Group, present
-from convoy.errors import InputError
-from convoy.layout.layout import Tiles, held_entries, holders
-from convoy.model.graph import Graph, Layer
+from convoy.layout.layout import Tiles, held_entries
+from convoy.model.graph import Layer
 from convoy.model.operation import TracedModel
 from convoy.model.tracing import StateWatch
-from convoy.model.tracing.python_state import State, is_of_user, refuse_changes, subtree
 from convoy.plan import device_program as ops
 from convoy.plan.compile import check_programs, compile_all, compile_device, without_gradients
-from convoy.plan.lower import lower, trains
+from convoy.plan.lower import lower
 from convoy.plan.steps import ComputeStep, InputGradient, MicroBatch, Phase, StepList, Value
 from convoy.runtime import kernels
 from convoy.runtime.batch_norm import GlobalBatchNorm, GroupNormOfParts, Normalisation
@@ -81,12 +79,6 @@ class Executor:
             if layer.kind == "input":
                 continue
             run = self.arithmetic[name] = kernels.arithmetic(model, layer, traced.operations[name])
-            inside = dict(ChainMap(*(subtree(model, path) for path in traced.operations[name].modules)))
-            if layer.everywhere:
-                roots = trains(traced.graph) if "requires_grad" in State(inside).names else {*layer.inputs}
-                run.call = partial(_call_checked, layer, roots, run.call)
-            elif not (layer.per_sample or layer.changes_state) and is_of_user(traced.operations[name], model):
-                run.call = refuse_changes(name, inside, run.call)
             if layer.kind == "batch_norm":
                 self.norms[name] = GlobalBatchNorm(model.get_submodule(str(traced.operations[name].target)), layer)
                 if layer.recomputed and layer.statistics:
@@ -382,23 +374,6 @@ class Executor:
                     collect(found, parameter.key, own.get(key))
 
 
-def _call_checked(layer: Layer, roots: set[str], call: kernels.Call, inputs: Sequence[Any], samples: int) -> Any:
-    """Call a layer with its hooks, which the trace did not run. They may change values, but not shapes."""
-    if torch.is_grad_enabled():
-        # A root refuses the backward of a tensor that a hook kept.
-        rows = [(x, name in roots and x.is_floating_point()) for name, x in zip(layer.inputs, inputs, strict=True)]
-        inputs = [kernels.enter(x) if enters and not x.requires_grad else x for x, enters in rows]
-    y = call(inputs, samples)
-    first = y[0] if layer.several and isinstance(y, tuple | list) and y else y
-    found = tuple(first.shape) if isinstance(first, Tensor) else type(first).__name__
-    if found != layer.batch_shape(samples):
-        raise InputError(
-            f"after its hooks, layer {layer.name!r} gives {found}, without them {layer.batch_shape(samples)}: hooks may "
-            "change values, but not shapes; change shapes in forward()"
-        )
-    return y
-
-
 def _call_twice(call: Callable[..., Any], inputs: Sequence[Tensor], samples: int) -> Any:
     """Call a batch norm, and again in backward, as `torch.utils.checkpoint` does: it updates the running statistics twice."""
     y, x = call(inputs, samples), inputs[0].detach()
@@ -427,9 +402,6 @@ def by_arithmetic(layer: Layer, _phase: Phase, size: ops.LocalSize) -> float:
 CHECKED_DEVICES = 16
 """Largest number of devices whose programs are checked against each other before the first step. More would take seconds."""
 
-StateDevices = dict[str, set[int]]
-"""For each layer that changes its own state, the devices that have run it, in any variant."""
-
 
 @dataclass(frozen=True, slots=True)
 class Variant:
@@ -445,7 +417,6 @@ class Variant:
     tables: HookTables
     state: StateWatch
     trained: dict[str, nn.Parameter]
-    state_devices: StateDevices
     programs: dict[tuple[int, tuple[InputGradient, ...], MicroBatch], Program] = field(default_factory=dict)
 
     def program(self, batch: int, wanted: tuple[InputGradient, ...] = (), kind: MicroBatch = "only") -> Program:
@@ -455,26 +426,8 @@ class Variant:
             in_use, graph = self.in_use, self.executor.traced.graph
             kept = {name: layout for name, layout in in_use.layouts.items() if name not in in_use.borrowed}
             steps = lower(in_use.plan, graph, batch, wanted, kept, kind)
-            self._check_state(steps, graph)
             if not self.programs and in_use.plan.devices <= CHECKED_DEVICES:
                 check_programs(compile_all(steps, graph))
             self.programs[key] = self.executor.program(steps)
             spare_memory_for(self.programs[key], graph, self.executor.group.torch_device)
         return self.programs[key]
-
-    def _check_state(self, steps: StepList, graph: Graph) -> None:
-        """Raise InputError if a layer with its own state would run on devices where that state is outdated."""
-        for step in steps.phase("forward"):
-            if not isinstance(step, ComputeStep) or not (
-                graph[step.layer].changes_state or step.layer in self.state_devices
-            ):
-                continue
-            here = set(holders(step.writes.layout))
-            before = self.state_devices.setdefault(step.layer, here)
-            if here != before if graph[step.layer].changes_state else not here <= before:
-                raise InputError(
-                    f"layer {step.layer!r} changes its Python state, buffers or parameters in forward. It ran on the devices "
-                    f"{sorted(before)}, and would run on {sorted(here)} for a batch of {steps.batch}, so their states would "
-                    "differ. Use batches with samples for each of these devices (drop_last=True), or give the layer the "
-                    "strategy 'one'"
-                )

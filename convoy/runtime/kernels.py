@@ -161,7 +161,7 @@ class _Enter(torch.autograd.Function):
     def backward(_ctx: Any, *_: Tensor) -> NoReturn:
         # A step takes its gradients before this node, so only another backward reaches it.
         raise InputError(
-            "backward reached a tensor from inside the distributed model, such as one that a forward hook kept: the layers "
+            "backward reached a tensor from inside the distributed model, such as one that a registered layer kept: the layers "
             "before it would lose its gradient. Return it from the model's forward, or detach() it"
         )
 

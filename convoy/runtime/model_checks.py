@@ -1,8 +1,8 @@
 """Check before each step that the model has not changed in an unsupported way, and that the devices agree.
 
-Three kinds of hooks act as on one device: hooks on the distributed model; forward hooks registered on modules before
-`distribute`, which every device then computes for the global batch; and hooks on parameters that every device holds whole,
-because autograd gets their summed gradients. Any other hook would see a shard or not run.
+Three kinds of hooks act as on one device: hooks on the distributed model; hooks registered on submodules before `distribute`,
+which every device then calls with the global batch; and hooks on parameters that every device holds whole, because autograd
+gets their summed gradients. Any other hook would see a shard or not run.
 
 The devices also compare model, plan, batches, losses and copies of parameters: a difference would change the results.
 """
@@ -95,24 +95,15 @@ class ModelChecks:
                 )
 
 
-def hook_tables(model: nn.Module, traced: TracedModel, devices: int) -> HookTables:
+def hook_tables(model: nn.Module, traced: TracedModel) -> HookTables:
     """Return the tables whose hooks would not run, or would see a shard."""
-    called = [
-        (path, layer.everywhere)
-        for name, layer in traced.graph.layers.items()
-        if layer.kind == "opaque"
-        for path in traced.operations[name].modules
-    ]
-    tables: HookTables = []
-    for path, module in model.named_modules():
-        if traced.path and not is_inside(path, [traced.path]):
-            continue  # every device calls it with the global batch
-        live = [everywhere for whole, everywhere in called if whole in ("", path) or path.startswith(f"{whole}.")]
-        for kind in KINDS:
-            # Else the module is called as the user wrote it, with the global batch.
-            if not live or (devices > 1 and not (any(live) and "forward" in kind)):
-                tables.append(getattr(module, kind))
-    return tables
+    parts = [part.path for part in (traced.live if traced.live is not None else [traced])]
+
+    def sees_shards(path: str) -> bool:
+        """Return whether a module is inside or around a split submodule. All devices call the others."""
+        return "" in (path, *parts) or any(is_inside(path, [part]) or is_inside(part, [path]) for part in parts)
+
+    return [getattr(m, kind) for path, m in model.named_modules() if sees_shards(path) for kind in KINDS]
 
 
 def _refuse_on_module(model: nn.Module, hooks: dict[int, Any]) -> NoReturn:
@@ -120,7 +111,7 @@ def _refuse_on_module(model: nn.Module, hooks: dict[int, Any]) -> NoReturn:
     what = f"module {path!r} has" if path else "the model that was distributed has"
     raise InputError(
         f"{what} a {KINDS[kind]}, which would see a part of the batch or not run: register it on the distributed model itself, "
-        "or before distribute() if it is a forward hook (then every device computes that module for the global batch)"
+        "or on a submodule before distribute() (then every device runs the model's own forward, with the global batch)"
     )
 
 

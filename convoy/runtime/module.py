@@ -27,7 +27,7 @@ from convoy.runtime import model_checks, shards
 from convoy.runtime.batches import BatchPart, StepInputs, local_inputs, read_inputs, returned_outputs, sample_shapes
 from convoy.runtime.clock import Clock
 from convoy.runtime.cuda_graphs import CudaGraphs, can_capture
-from convoy.runtime.executor import Executor, Expected, StateDevices, Variant, by_arithmetic
+from convoy.runtime.executor import Executor, Expected, Variant, by_arithmetic
 from convoy.runtime.gradients import global_norm
 from convoy.runtime.outer import OutsideGradients, SplitForward, run_live
 from convoy.runtime.program import Program
@@ -95,7 +95,6 @@ class Distributed(nn.Module):
         self.group, self.clock = group, Clock(group.torch_device, slowdown)
         self.parameters_by_key = parameters_of(model, self.traced)
         self.reshards = -1
-        self._state_devices: StateDevices = {}
         self._expected_s: Expected = by_arithmetic
         self._set_plan(plan)
         self._in_place = [path for path, m in model.named_modules() if getattr(m, "inplace", False)]
@@ -243,7 +242,6 @@ class Distributed(nn.Module):
     def enter(self, plan: Plan) -> None:
         """Switch to a plan for the devices after a regroup, and discard an interrupted step and its weights."""
         plan.check(self.traced[True].graph, self.group.devices)
-        self._state_devices = {}
         self._set_plan(plan)
         self.weights.in_use = self._in_use
         self._traces.clear()  # a joining device has none
@@ -307,8 +305,8 @@ class Distributed(nn.Module):
         executor = Executor(self.group, self.module, traced, self.clock, self._gathered)
         executor.expected_s, executor.graphs = self._expected_s, self.cuda_graphs
         in_use = self._in_use.to(traced, self.traced[True].graph)
-        tables = model_checks.hook_tables(self.module, traced, self.group.devices)
-        return Variant(executor, in_use, tables, state, trained, self._state_devices)
+        tables = model_checks.hook_tables(self.module, traced)
+        return Variant(executor, in_use, tables, state, trained)
 
     def _traced_like(self, path: str, call: CallForm, shapes: tuple[Shape, ...]) -> TracedModel:
         """Trace the model as it is now, for another call, other shapes or modules in other modes. Every device calls it."""
@@ -394,7 +392,7 @@ class Distributed(nn.Module):
         for key, parameter in self.named_parameters():
             setattr(parameter, shards.SHARD, not self._in_use.whole[key])
         shards.accept_weights(self.parameters())
-        self.calls.watch(self.module)
+        self.calls.watch(self.module, [part.path for part in self.traced[True].live or ()])
 
     def check_copies(self) -> None:
         """Raise MismatchError if replicated parameters differ between devices. Every device must call it."""

@@ -3,7 +3,7 @@ steps, changed gradients, saved states. Uses torch's official hooks only."""
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NoReturn
@@ -75,9 +75,9 @@ class CallGuard:
             "distributed model itself, on every device, or load its full_state_dict() into a new model"
         )
 
-    def watch(self, model: nn.Module) -> None:
-        """Guard the modules that have shards now."""
-        for module in model.modules():
+    def watch(self, model: nn.Module, split: Collection[str]) -> None:
+        """Guard the modules that have shards now. `split`: paths of modules whose call is a step."""
+        for module in [module for path, module in model.named_modules() if path not in split]:
             if any(map(is_shard, module._parameters.values())) and self not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(self)
 

@@ -246,15 +246,15 @@ def list_refusals(model: nn.Module, optimizer: Any, loaders: Sequence[Any], batc
         except InputError as error:
             refused.append(f"refused: {error}")
 
-    def layers() -> list[Layer]:
+    def layers() -> tuple[list[Layer], str]:
         inner = unwrapped(model)
         traced = trace(inner, example_of(first_batch(in_batches(loaders[0], batch_size)), inner, call))
         checks = ModelChecks(inner)
-        tried(checks.check, hook_tables(inner, traced, 2), dict.fromkeys(checks.held, True))
-        return [*traced.graph.layers.values()]
+        tried(checks.check, hook_tables(inner, traced), dict.fromkeys(checks.held, True))
+        return [*traced.graph.layers.values()], traced.note
 
     tried(check_prepared, model, optimizer, loaders[0], ())
-    found = [] if refused else tried(layers) or []
+    found, note = ([], "") if refused else tried(layers) or ([], "")
     for each in loaders[1:]:
         tried(check_loader, each)
     if isinstance(optimizer, Optimizer) and isinstance(model, nn.Module):
@@ -265,7 +265,7 @@ def list_refusals(model: nn.Module, optimizer: Any, loaders: Sequence[Any], batc
     if isinstance(optimizer, Optimizer) and type(optimizer) not in ELEMENTWISE:
         lines.append(f"{type(optimizer).__name__}: only with plans that copy parameters ('data', 'data-by-speed')")
     lines.append(f"checked prepare: {len(refused)} refused, {len(whole)} layers not split")
-    print("\n".join(refused + lines), flush=True)
+    print("\n".join([*refused, *filter(None, [note]), *lines]), flush=True)
     _refused.extend(refused)
     if not isinstance(model, nn.Module):
         sys.exit(1)

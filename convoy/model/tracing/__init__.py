@@ -1,12 +1,13 @@
-"""Turns an nn.Module into a TracedModel: layer by layer where torch.fx can follow it, else with submodules kept whole.
+"""Turns an nn.Module into a TracedModel: layer by layer if torch.fx can follow it, else the submodules that it can (`live.py`).
 
 `tracer.py` gets the calls from torch.fx; `node_values.py` evaluates them for two batch sizes; `layer_builder.py` makes the
 layers, with their kinds (`supported_layers.py`). `python_state.py` finds values other than tensors that code reads;
-`trials.py` runs a layer that no rule splits, to find out how it must be computed.
+`trials.py` runs a call of torch that no rule splits, to find out whether its samples are independent.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +21,6 @@ from convoy.model.nested import CallForm, Example
 from convoy.model.operation import TracedModel, disable_in_place
 from convoy.model.split_rules import register_layer
 from convoy.model.tracing.copies import (
-    KINDS,
     ON_PARAMETERS,
     copied,
     hooked,
@@ -30,10 +30,10 @@ from convoy.model.tracing.copies import (
     shared_parameters,
 )
 from convoy.model.tracing.layer_builder import LayerBuilder
-from convoy.model.tracing.live import LiveModel, RecordedForward, SubmoduleCall, live_model, samples_in
-from convoy.model.tracing.node_values import BATCHES, Spec, Untraceable
+from convoy.model.tracing.live import LiveModel, RecordedForward, SubmoduleCall, is_inside, live_model, samples_in
+from convoy.model.tracing.node_values import Spec, Untraceable
 from convoy.model.tracing.python_state import State, StateWatch, changed, modes_of
-from convoy.model.tracing.tracer import TRACE_LOCK, GivenUp, nodes_of
+from convoy.model.tracing.tracer import TRACE_LOCK, nodes_of
 from convoy.model.tracing.trials import first_line
 
 __all__ = [
@@ -47,9 +47,6 @@ __all__ = [
     "trace",
     "unwrapped",
 ]
-
-_MOST_SAMPLES = 8
-"""The most samples in a trial call of a layer with user code."""
 
 
 def trace(
@@ -83,17 +80,18 @@ def trace(
             call, examples = _one_batch(inner, example)
             if like is not None and like.live is not None:
                 raise Untraceable("its forward runs on every device in training")
-            capture = _Capture(copy, call, examples, like)
-            traced = replace(_with_hooks(capture.run(), capture.model, inner), call=call, modes=modes_of(capture.model))
+            capture = _Capture(copy(), call, examples, like)
+            traced = replace(_with_hooks(capture.run(), inner), call=call, modes=modes_of(capture.model))
             overwrites = capture.overwrites
-            release(capture.model)
         except Untraceable as reason:
             if _is_on_meta(inner):
                 raise _needs_weights(inner, str(reason)) from None
             if like is not None and like.path:
                 raise InputError(f"{like.path!r} cannot be traced: {reason}") from None
             recorded = RecordedForward(copy(), example)
-            traced = _live(inner, recorded, copy, like)
+            if training is None and like is not None and like.live is None:
+                raise InputError(f"{type(inner).__name__} cannot be traced as it is now, because {reason}") from None
+            traced = _live(inner, recorded, copy, like, reason.where)
             note = recorded.note(traced, str(reason))
             traced = replace(traced, call=call, modes=modes_of(recorded.model), note=note)
         names = changed(before, state.forms())
@@ -129,36 +127,51 @@ def _one_batch(model: nn.Module, example: Example) -> tuple[CallForm, Sequence[T
 
 
 def _live(
-    model: nn.Module, recorded: RecordedForward, copy: Callable[[], nn.Module], like: TracedModel | None
+    model: nn.Module,
+    recorded: RecordedForward,
+    copy: Callable[[], nn.Module],
+    like: TracedModel | None,
+    where: Sequence[str],
 ) -> TracedModel:
-    """Return the trace of the largest submodules that can be traced, for a model whose own forward runs in every step."""
+    """Return the trace of the largest submodules that can be traced, for a model whose own forward runs in every step.
+
+    Args:
+        where: paths of modules that cannot be traced.
+    """
     among = None if like is None else [part.path for part in like.live or ()]
-    whole: set[str] = set()
-    while calls := recorded.largest(whole, among):
-        try:
+    without = set(where)
+    while calls := recorded.largest(without, among):
+        with suppress(Untraceable):
             return _split(model, copy, calls, like)
-        except GivenUp as found:
-            whole |= found.args[0].keys()
-        except Untraceable:
-            whole.add(calls[-1].path)
+        failed = {
+            path for call in calls for path in _untraceable(partial(_split, model, copy, [call], like), call.path)
+        }
+        without |= failed or {calls[-1].path}
     return TracedModel(Graph(type(model).__name__, {}, ()), {}, (), live=())
+
+
+def _untraceable(split: Callable[[], object], path: str) -> set[str]:
+    """Return the paths of the modules because of which a submodule cannot be traced."""
+    try:
+        split()
+    except Untraceable as reason:
+        return {each for each in reason.where if is_inside(each, [path])} or {path}
+    return set()
 
 
 def _split(
     model: nn.Module, copy: Callable[[], nn.Module], calls: Sequence[SubmoduleCall], like: TracedModel | None
 ) -> TracedModel:
-    """Return the trace of these submodules. GivenUp, Untraceable: some of them must stay whole."""
+    """Return the trace of these submodules. Untraceable: some of them cannot be traced."""
     examples = [t for call in calls for t in call.tensors]
-    form, _ = CallForm.of(LiveModel(model, calls), examples)
-    capture = _Capture(lambda: LiveModel(copy(), calls), form, examples, like)
-    try:
-        traced = _with_hooks(capture.run(), capture.model, model)
-    finally:
-        release(capture.model)
-    # The layers of a split submodule run inside its forward, so the submodule itself cannot be one of them.
-    layers = {path for operation in traced.operations.values() for path in operation.modules}
-    if more := {call.path: "" for call in calls if call.path in capture.whole or call.path in layers}:
-        raise GivenUp(more)
+    made = LiveModel(copy(), calls)
+    form, _ = CallForm.of(made, examples)
+    traced = _with_hooks(_Capture(made, form, examples, like).run(), model)
+    # A submodule's layers run inside its forward. So it is no layer, except of the kinds that run without their module.
+    rows = traced.operations.items()
+    layers = {path for name, operation in rows if not traced.graph[name].multiplies for path in operation.modules}
+    if found := [path for path in made.paths if path in layers]:
+        raise Untraceable("it is one layer", *found)
     return live_model(traced, calls, type(model).__name__)
 
 
@@ -218,83 +231,47 @@ def _is_on_meta(model: nn.Module) -> bool:
     return any(p.is_meta for p in model.parameters())
 
 
-def _with_hooks(traced: TracedModel, model: nn.Module, original: nn.Module) -> TracedModel:
-    """Mark layers with hooks to be computed for the global batch, and layers whose parameters have hooks as never split."""
+def _with_hooks(traced: TracedModel, original: nn.Module) -> TracedModel:
+    """Mark layers whose parameters have hooks as never split."""
     keys = {key for key, p in original.named_parameters() if any(getattr(p, kind, None) for kind in ON_PARAMETERS)}
     layers = dict(traced.graph.layers)
     for name, layer in layers.items():
         if any(p.key in keys for p in layer.parameters.values()):
-            layer = replace(layer, shared=True)
-        modules = [m for path in traced.operations[name].modules for m in model.get_submodule(path).modules()]
-        kinds = [KINDS[kind] for m in modules for kind in hooked(m)] if layer.kind == "opaque" else []
-        if kinds:
-            # Random numbers would differ between devices, so one device computes such a layer.
-            where = "one device computes it" if layer.random else "every device computes it for the global batch"
-            reason = f"it has a {kinds[0]}, so {where}"
-            layer = replace(layer, per_sample=False, everywhere=not layer.random, reason=reason)
-        layers[name] = layer
+            layers[name] = replace(layer, shared=True)
     return replace(traced, graph=Graph(traced.graph.model, layers, traced.graph.outputs))
 
 
 class _Capture:
-    """The tracing of one model in one mode, repeated until all modules that must stay whole are known.
+    """The tracing of one model in one mode.
 
     Args:
-        copy: makes a copy of the model.
+        model: a copy, which is used up: tracing may change its Python state.
         like: see `trace`.
 
     Attributes:
-        model: the current copy. Tracing may change its Python state, so each trace gets a new copy.
-        whole: path of a module that stays whole -> the reason.
         overwrites: whether the model overwrites its inputs.
     """
 
-    def __init__(
-        self, copy: Callable[[], nn.Module], call: CallForm, examples: Sequence[Tensor], like: TracedModel | None
-    ) -> None:
-        self.copy, self.model, self.call, self.examples = copy, copy(), call, tuple(examples)
+    def __init__(self, model: nn.Module, call: CallForm, examples: Sequence[Tensor], like: TracedModel | None) -> None:
+        self.model, self.call = model, call
         self.meta = meta_copy(self.model)
         self.specs: list[Spec] = [(tuple(e.shape[1:]), e.dtype) for e in examples]
-        self.samples = min(max(len(examples[0]), BATCHES[0]), _MOST_SAMPLES)
         self.overwrites = False
-        self.whole = dict.fromkeys(like.whole if like is not None else (), "")
         self.together: list[set[str]] = []
-        self.elsewhere: dict[str, bool] = {}
         if like is not None:
-            layers = like.graph.layers.items()
-            self.elsewhere = {name: layer.called_everywhere for name, layer in layers if layer.changes_state}
             regions = [n for n, operation in like.operations.items() if operation.call == "region"]
             self.together = [{p.key for p in like.graph[n].parameters.values()} for n in regions]
 
     def run(self) -> TracedModel:
-        """Return the trace. Untraceable: the model's own forward cannot be traced."""
-        while "" not in self.whole:
-            try:
-                traced, more = self._traced()
-            except GivenUp as found:
-                more = found.args[0]
-            except Untraceable as reason:
-                if reason.where in self.whole:
-                    raise
-                more = {reason.where: str(reason)}
-            if not more:
-                return traced
-            self.whole |= more
+        """Return the trace. Untraceable: modules that cannot be traced."""
+        try:
+            nodes = nodes_of(self.model, self.meta, self.call, self.specs)
+            builder = LayerBuilder(self.model, self.meta, nodes, self.specs, self.together)
+            traced = builder.run()
+        finally:
             release(self.model)
-            self.model = self.copy()
-        raise Untraceable(self.whole[""])
-
-    def _traced(self) -> tuple[TracedModel, Mapping[str, str]]:
-        """Return the trace, and for further modules that must stay whole: path -> reason."""
-        nodes = nodes_of(self.model, self.meta, self.call, self.specs, self.whole)
-        builder = LayerBuilder(self.model, self.meta, nodes, self.specs, self.together, self.elsewhere, self.samples)
-        traced = builder.run()
         self.overwrites = builder.values.overwrites
-        # A module must stay whole if its code may read an attribute that another forward changes.
-        keys = {changed.strip("'").rpartition(".")[2] for changed in builder.changed.values() if changed}
-        named = {path: State({path: self.model.get_submodule(path)}).names & keys for path in nodes.seen if keys}
-        reads = "its forward reads {!r}, which another forward changes"
-        return traced, {path: reads.format(min(read)) for path, read in named.items() if read}
+        return traced
 
 
 def _needs_weights(model: nn.Module, part: str) -> InputError:

@@ -19,18 +19,10 @@ from convoy.model.split_rules import Call, Known
 from convoy.model.tracing.copies import shared_copy
 from convoy.model.tracing.effects import IN_PLACE, batch_norm_of, called, draws_random
 from convoy.model.tracing.node_values import BATCHES, NodeValues, Spec, Untraceable, is_form, mentions_batch, rows_in
-from convoy.model.tracing.python_state import is_of_user, subtree
+from convoy.model.tracing.python_state import State, changed, subtree
 from convoy.model.tracing.supported_layers import is_batch_norm, known
 from convoy.model.tracing.tracer import Nodes
-from convoy.model.tracing.trials import (
-    Observation,
-    TrialInputs,
-    check_cuts,
-    has_dropout,
-    is_floating,
-    observe,
-    per_sample,
-)
+from convoy.model.tracing.trials import TrialInputs, check_cuts, has_dropout, is_floating, per_sample
 
 
 class LayerBuilder:
@@ -39,11 +31,6 @@ class LayerBuilder:
     Args:
         meta: a copy of the model on the meta device.
         together: sets of parameter keys that belong to one layer in the other mode.
-        elsewhere: layer that changes state -> whether every device calls it in the other mode; both modes must agree.
-        samples: number of samples in the trial call of a layer with user code.
-
-    Attributes:
-        changed: layer -> the Python state that it changes.
     """
 
     def __init__(
@@ -53,12 +40,8 @@ class LayerBuilder:
         traced: Nodes,
         specs: Sequence[Spec],
         together: Sequence[set[str]] = (),
-        elsewhere: Mapping[str, bool] = MappingProxyType({}),
-        samples: int = BATCHES[0],
     ) -> None:
         self.model, self.traced, self.together = model, traced, together
-        self.elsewhere, self.samples = elsewhere, samples
-        self.changed: dict[str, str] = {}
         self._norms = {node: path for node in traced.nodes if (path := batch_norm_of(model, node)) is not None}
         self.values = self._values(meta, specs)
         self._names: dict[fx.Node, str] = {}
@@ -74,7 +57,7 @@ class LayerBuilder:
         self._precise = functools.cache(lambda: shared_copy(model).double())
 
     def run(self) -> TracedModel:
-        """Build all layers. Raise Untraceable if a submodule, or the model as a whole, must stay one layer."""
+        """Build all layers. Raise Untraceable if a submodule, or the model as a whole, cannot be traced."""
         nodes, values = self.traced.nodes, self.values
         for node in nodes:
             reads = dict.fromkeys(values.reads[node].values())
@@ -85,7 +68,10 @@ class LayerBuilder:
         for region in _regions(nodes, self._waits, values, [group for group in together if len(group) > 1]):
             self._members |= dict.fromkeys(region, region)
         for node in nodes:
-            self._emit(node, [])
+            try:
+                self._emit(node, [])
+            except Untraceable as reason:
+                raise reason if any(reason.where) else Untraceable(str(reason), node.meta["where"]) from None
         names: list[str] = []
         for node in (n for n in nodes if n.op == "output" or is_form(n)):
             if folded := next((n for n in values.reads[node].values() if n in values.folded), None):
@@ -95,10 +81,10 @@ class LayerBuilder:
             raise Untraceable("it returns something that is not a tensor")
         shared = {name for users in self._uses.values() if len(set(users)) > 1 for name in users}
         layers = {name: replace(layer, shared=name in shared) for name, layer in self._layers.items()}
-        if any(layer.recomputed and layer.changes_state for layer in layers.values()):
+        if any(layer.recomputed and layer.called_everywhere for layer in layers.values()):
             raise Untraceable("it is checkpointed, and changes state in both of its forwards")
         graph = Graph(type(self.model).__name__, layers, tuple(names))
-        return TracedModel(graph, self._operations, result, self.traced.seen, self.traced.leaves)
+        return TracedModel(graph, self._operations, result, self.traced.seen)
 
     def _values(self, meta: nn.Module, specs: Sequence[Spec], *, folds: bool = False) -> NodeValues:
         values = NodeValues(self.model, meta, specs, self.traced.constants, folds)
@@ -252,9 +238,6 @@ class LayerBuilder:
         )  # fmt: skip
         why = "it is one layer in the other mode" if len(group) > 1 else "a sample has several rows of it"
         why = values.odd[odd[0]] if odd else why
-        for path in paths:
-            if path in self.traced.whole:
-                why = f"{type(self.model.get_submodule(path)).__name__} stays whole: {self.traced.whole[path]}"
         mixes = any(n in values.mixing for n in group)
         known = len(group) == 1 and self._by_row(group[0])
         self._layers[name] = layer if known else self._tried(operation, layer, paths, why, mixes=mixes)
@@ -383,14 +366,13 @@ class LayerBuilder:
         if layer.kind != "opaque" and found.trusted:
             return layer
         what = type(module).__name__ if module is not None else node.name
-        why = self.traced.whole.get(str(node.target)) if node.op == "call_module" else None
-        why = f"{what} stays whole: {why}" if why else f"no rule splits the channels of {what}" if found.trusted else ""
+        why = f"no rule splits the channels of {what}" if found.trusted else ""
         paths = [str(node.target)] if module is not None else []
         return self._tried(operation, layer, paths, why, registered=not found.trusted)
 
     def _trial_inputs(self, layer: Layer, *, registered: bool = False) -> TrialInputs:
         like, batched = [self._shown[i] for i in layer.inputs], [self._layers[i].batched for i in layer.inputs]
-        return TrialInputs(like, batched, self.samples, registered)
+        return TrialInputs(like, batched, registered)
 
     def _tried(
         self,
@@ -412,51 +394,29 @@ class LayerBuilder:
             return replace(layer, reason="it has no batch axis, so every device makes it")
         if any(p.is_meta for p in self.model.parameters()):
             raise Untraceable(layer.name)
-        inputs, kept = self._trial_inputs(layer, registered=registered), ""
-        if is_of_user(operation, self.model):
-            inside = {path: m for each in modules for path, m in subtree(self.model, each).items()}
-            seen = observe(self.model, operation, inside, inputs)
-            if not registered:
-                self.changed[layer.name] = seen.changes
-                return whole(layer, seen, why, self.elsewhere)
-            kept = seen.changes or seen.hidden
+        inputs = self._trial_inputs(layer, registered=registered)
         if mixes:
             return replace(layer, per_sample=False, reason=f"{why}; so it runs whole on one device")
         if layer.random and not modules:
             # Random results cannot show whether samples are independent; but these functions draw separately for each entry.
             return replace(layer, reason=why)
+        state = State(
+            {path: m for each in modules for path, m in subtree(self.model, each).items()} if registered else {}
+        )
+        hidden, before = state.hidden(), state.forms()
         found = per_sample(self.model, operation, self._precise, inputs, modules)
+        kept = hidden or next(map(repr, changed(before, state.forms())), "")
         if found.overwrites:
-            where = max(modules, key=len).rpartition(".")[0] if modules else ""
-            raise Untraceable(f"{layer.name} overwrites its input", where)
+            raise Untraceable(f"{layer.name} overwrites its input")
+        if found.each and layer.random:
+            raise Untraceable(f"{layer.name} changes its buffers, and draws random numbers", *modules)
         if registered and (kept or found.dependence):
             raise InputError(
                 f"layer {layer.name!r} was registered with register_layer, which is for layers that treat each sample alone, "
                 f"but {f'it keeps {kept} in Python from call to call' if kept else found.dependence}: do not register it"
             )
         reason = "; ".join(filter(None, (why, found.dependence)))
-        each = found.each and not layer.random
-        return replace(
-            layer, per_sample=not found.dependence, reason=reason, changes_state=found.each, called_everywhere=each
-        )
-
-
-def whole(layer: Layer, seen: Observation, why: str, elsewhere: Mapping[str, bool]) -> Layer:
-    """Return the layer marked as computed for the global batch, because its Python code is unknown.
-
-    If it changes Python state, every device calls it, so that all have the same state. If it draws random numbers, which would
-    differ between devices, one device calls it, and its state must not change.
-    """
-    random = layer.random or seen.draws or bool(seen.hidden)
-    changes = bool(seen.changes or seen.hidden) or layer.name in elsewhere
-    each = elsewhere.get(layer.name, changes) and changes and not random
-    does = f"it reads {seen.hidden}" if seen.hidden else f"it changes {seen.changes}" if seen.changes else ""
-    who = "every device computes it for the global batch" if each else "one device computes it for the global batch"
-    return replace(
-        layer, per_sample=False, random=random, reason="; ".join(filter(None, (why, does, who))),
-        changes_state=changes or seen.writes, no_gradient_to=seen.no_gradient_to, called_everywhere=each,
-        everywhere=each,
-    )  # fmt: skip
+        return replace(layer, per_sample=not found.dependence, reason=reason, called_everywhere=found.each)
 
 
 def _ref(refs: list[str], name: str) -> Ref:

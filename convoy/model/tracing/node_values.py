@@ -33,14 +33,14 @@ Pair = tuple[Any, Any]
 
 
 class Untraceable(Exception):  # noqa: N818 - it ends one attempt to trace, not the program
-    """The error if a module cannot be traced into layers, so that it stays whole. The text gives the reason.
+    """The error if modules cannot be traced into layers. The text gives the reason for the first of them.
 
     Attributes:
-        where: path of the module; "" is the model itself.
+        where: paths of the modules; "" is the model itself.
     """
 
-    def __init__(self, why: str, where: str = "") -> None:
-        super().__init__(why)
+    def __init__(self, why: str, *where: str) -> None:
+        super().__init__(f"of {where[0]!r}: {why}" if where and where[0] else why)
         self.where = where
 
 
@@ -227,7 +227,7 @@ class NodeValues:
         given = [(t, t._version) for n in reads for value in self[n] for t in tensors_of(value)]
         self._pairs[node] = pair = self._evaluated(node)
         if not mutates(self.model, node) and not unsupported_in_place(node):
-            # A module that stays whole, or a call with out=, may write into its arguments.
+            # A registered layer, or a call with out=, may write into its arguments.
             self._written |= {_storage(t): self._order[node] for t, version in given if t._version != version}
         if any(n in self._of_data for n in reads):
             self._of_data.add(node)

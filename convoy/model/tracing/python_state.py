@@ -1,7 +1,7 @@
 """Finds Python state (values other than tensors that modules' code reads), and detects changes of it.
 
 torch.fx runs a forward once, and fixes the values that Python had then. So a forward that changes such a value, or reads one
-that cannot be compared, is not traced: its module stays whole. Values read by a trace are compared again before every step.
+that cannot be compared, is not traced: it runs in every step. Values read by a trace are compared again before every step.
 """
 
 import functools
@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
@@ -22,11 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from convoy.errors import InputError
-from convoy.model.operation import Operation, Region
-from convoy.model.tracing.supported_layers import has_hooks, replaced_by_hand
+from convoy.model.tracing.supported_layers import replaced_by_hand
 
 REGISTERED = " (parameters, buffers and submodules)"
 """The end of the name under which a module's lists of these are compared."""
@@ -307,35 +305,17 @@ def subtree(model: nn.Module, path: str = "") -> dict[str, nn.Module]:
     return dict(model.get_submodule(path).named_modules(prefix=path))
 
 
-class _TorchDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that records whether this thread draws from torch's generator, whose state other threads also change."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.drawn = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The tag alone is not enough: attention without dropout draws nothing, and a call may get another generator.
-        before = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in func.tags else None
-        made = func(*args, **(kwargs or {}))
-        self.drawn |= before is not None and not torch.equal(before, torch.get_rng_state())
-        return made
-
-
 @contextmanager
-def random_kept(*, of_torch: bool = True) -> Iterator[Callable[[], bool]]:
-    """Restore the random states of torch (CPU), Python and NumPy at the end. Yield a function that returns whether they
-    were used (torch's: only if `of_torch`)."""
+def random_kept() -> Iterator[Callable[[], bool]]:
+    """Restore the random states of torch (CPU), Python and NumPy at the end. Yield a function that returns whether Python's
+    or NumPy's was used."""
     own, numpy_own, torch_own = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    draws = _TorchDraws()
 
     def used() -> bool:
-        same = all(map(np.array_equal, np.random.get_state(), numpy_own))
-        return draws.drawn or random.getstate() != own or not same
+        return random.getstate() != own or not all(map(np.array_equal, np.random.get_state(), numpy_own))
 
     try:
-        with draws if of_torch else nullcontext():
-            yield used
+        yield used
     finally:
         random.setstate(own)
         np.random.set_state(numpy_own)
@@ -403,35 +383,3 @@ def _changed(name: str, *, outside: bool = False) -> InputError:
     return InputError(
         f"{value} changed after distribute(), which read it: set it before, or distribute the model again"
     )
-
-
-def refuse_changes(layer: str, modules: Mapping[str, nn.Module], call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the call of a layer that one device computes for all: a change of Python state in its modules raises an error."""
-    state = State(modules)
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        before = state.forms()
-        y = call(*args, **kwargs)
-        for name in changed(before, state.forms()):
-            raise InputError(
-                f"the forward of layer {layer!r} changed {name!r}, which it did not when the model was distributed: one device "
-                "computes this layer, and the others would keep the old value. Change it in every call, or not at all"
-            )
-        return y
-
-    return checked
-
-
-def is_of_user(operation: Operation, model: nn.Module) -> bool:
-    """Return whether a call runs Python code that is not torch's, which may behave differently in a later step."""
-
-    def is_of_torch(thing: Any) -> bool:
-        home = (getattr(thing, "__module__", None) or "torch").partition(".")[0]
-        return home in ("torch", "torchvision", "_operator", "operator", "math", "builtins")
-
-    if isinstance(operation.target, Region):
-        return any(is_of_user(call, model) for call in operation.target.calls)
-    if operation.call != "module":
-        return callable(operation.target) and not is_of_torch(operation.target)
-    modules = model.get_submodule(str(operation.target)).modules()
-    return any(not is_of_torch(type(m)) or has_hooks(m) or bool(replaced_by_hand(m)) for m in modules)

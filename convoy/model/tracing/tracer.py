@@ -1,7 +1,7 @@
-"""Traces an nn.Module into torch.fx nodes. A submodule that torch.fx cannot follow becomes one call.
+"""Traces an nn.Module into torch.fx nodes.
 
-A trace runs each forward once, with proxies instead of tensors. If a trace cannot represent what a forward does, its module
-stays whole: every step calls the module itself.
+A trace runs each forward once, with proxies instead of tensors. If it cannot represent what a forward does, it raises
+`Untraceable`, and every step runs the model's own forward.
 """
 
 import inspect
@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,11 +26,20 @@ from torch.utils._pytree import tree_leaves
 
 from convoy.model.nested import CallForm
 from convoy.model.operation import fill
-from convoy.model.split_rules import MODULES
-from convoy.model.tracing.effects import batch_norm_of, counted_norm, has_effect, mutates, unsupported_in_place, written
-from convoy.model.tracing.node_values import Sizes, Spec, Untraceable
+from convoy.model.split_rules import MODULES, OTHER_FUNCTIONS
+from convoy.model.tracing.copies import hooked
+from convoy.model.tracing.effects import (
+    batch_norm_of,
+    called,
+    counted_norm,
+    has_effect,
+    mutates,
+    unsupported_in_place,
+    written,
+)
+from convoy.model.tracing.node_values import Sizes, Spec, Untraceable, is_form
 from convoy.model.tracing.python_state import State, changed, random_kept, subtree
-from convoy.model.tracing.supported_layers import chosen_forward, has_hooks, replaced_by_hand
+from convoy.model.tracing.supported_layers import chosen_forward, replaced_by_hand
 from convoy.model.tracing.trials import first_line
 
 # torch.fx patches nn.Module while it traces, for every thread of the process.
@@ -44,37 +53,26 @@ class Nodes:
     Attributes:
         nodes: the calls in order; the last one is the output. Calls whose result is unused are left out.
         seen: paths of the modules that the trace enters, including the model itself ("").
-        whole: path of a module that stays whole -> the reason.
-        leaves: paths of the submodules that stay whole, except torch's own.
         constants: node name -> the tensor that the forward made there without any input.
     """
 
     nodes: Sequence[fx.Node]
     seen: tuple[str, ...]
-    whole: dict[str, str] = field(default_factory=dict)
-    leaves: tuple[str, ...] = ()
     constants: dict[str, Tensor] = field(default_factory=dict)
 
 
-class GivenUp(Exception):  # noqa: N818 - the next trace knows more
-    """The error if more submodules must stay whole, with their paths and reasons. The caller then traces a new copy."""
-
-
-def nodes_of(
-    model: nn.Module, meta: nn.Module, call: CallForm, specs: Sequence[Spec], leaves: Mapping[str, str]
-) -> Nodes:
+def nodes_of(model: nn.Module, meta: nn.Module, call: CallForm, specs: Sequence[Spec]) -> Nodes:
     """Trace a model's forward, which may change its Python state.
 
     Args:
         model: a copy that has not been traced before.
         meta: a copy on the meta device.
         specs: shape and dtype of each tensor of the call. The trace is valid for these, and for its other arguments.
-        leaves: path of a submodule to keep whole -> the reason.
 
-    Raise GivenUp if more submodules must stay whole, Untraceable if torch.fx cannot follow the model's own forward.
+    Raise Untraceable if torch.fx cannot follow the forward of the model, or of submodules.
     """
     with TRACE_LOCK, torch.enable_grad():
-        tracer = _Tracer(model, meta, leaves, call)
+        tracer = _Tracer(model, meta, call)
         tracer.inputs = dict(zip(call.names, specs, strict=True))
         try:
             with random_kept(), tracer.following(model), _ConcreteTensors(model, tracer.sizes):
@@ -83,7 +81,7 @@ def nodes_of(
             if not tracer.given_up:
                 raise Untraceable(_why(error)) from None
         if tracer.given_up:
-            raise GivenUp(tracer.given_up)
+            raise Untraceable(next(iter(tracer.given_up.values())), *tracer.given_up)
     graph = tracer.graph
     # The executor counts a batch norm's batches, once per training step. So the forward must count exactly like this.
     counted = Counter(path for node in graph.nodes if (path := counted_norm(model, node)) is not None)
@@ -94,20 +92,18 @@ def nodes_of(
             raise Untraceable("its forward does not count batches as torch's batch norm does", path)
     graph.eliminate_dead_code(is_impure_node=lambda node: has_effect(model, node))
     constants: Any = {name: t for t, name in tracer.tensor_attrs.items() if name.startswith("_tensor_constant")}
-    called = [str(node.target) for node in graph.nodes if node.op == "call_module"]
-    whole = [path for path in called if not type(model.get_submodule(path)).__module__.startswith("torch.nn")]
-    return Nodes(tuple(graph.nodes), ("", *dict.fromkeys(tracer.seen)), tracer.whole, tuple(whole), constants)
+    return Nodes(tuple(graph.nodes), ("", *dict.fromkeys(tracer.seen)), constants)
 
 
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
-    def __init__(self, model: nn.Module, meta: nn.Module, leaves: Mapping[str, str], call: CallForm) -> None:
+    def __init__(self, model: nn.Module, meta: nn.Module, call: CallForm) -> None:
         super().__init__()
         self.root, self.sizes, self.call = model, Sizes(model, meta), call
         self.inputs: dict[str, Spec] = {}
         self.seen: list[str] = []
-        self.whole, self.given_up = dict(leaves), dict[str, str]()
+        self.given_up: dict[str, str] = {}
         self.traced_func_name = chosen_forward(model) or "forward"
         names = State(subtree(model)).names
         self.types_asked = "is_tensor" in names or ("isinstance" in names and "Tensor" in names)
@@ -129,15 +125,13 @@ class _Tracer(fx.Tracer):
             raise Untraceable(f"its forward calls {own.function}, which has its own backward")
         state = State(subtree(self.root, path))
         before, buffers = state.forms(), [id(b) for m in module.modules() for b in m._buffers.values()]
-        with random_kept(of_torch=False) as drawn:
+        with random_kept() as drawn:
             yield
             if drawn():
                 raise Untraceable("its forward draws random numbers of its own")
             if [id(b) for m in module.modules() for b in m._buffers.values()] != buffers:
                 raise Untraceable("its forward assigns a buffer")
-        # Submodules whose trace was given up may change state, because each step calls them.
-        names = changed(before, state.forms())
-        if names := [repr(name) for name in names if not name.startswith(tuple(f"{p}." for p in self.given_up))]:
+        if names := [repr(name) for name in changed(before, state.forms())]:
             raise Untraceable(f"its forward changes {', '.join(names[:3])}")
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,29 +139,23 @@ class _Tracer(fx.Tracer):
         if threading.get_ident() != self._thread or self.sizes.evaluating:
             return forward(*args, **kwargs)
         self._refuse_surroundings(sys._getframe(1))
-        path, why = self.path_of_module(m), None  # "": it stays whole, and no reason is reported
-        if path in self.whole or path in self.given_up:
-            why = self.whole.get(path, "")
-        elif name := replaced_by_hand(m):
-            why = f"its {name} was replaced by hand"
-        elif type(m) in MODULES:
-            why = ""
-        elif has_hooks(m):
-            why = "it has hooks"
-        if why:
-            self.whole[path] = why
+        path, stack = self.path_of_module(m), self.module_stack.copy()
         # A parametrized weight is computed in separate layers, so the trace enters the module.
-        self._is_leaf = why is not None or (not is_parametrized(m) and super().is_leaf_module(m, path))
-        if self._is_leaf:
-            return super().call_module(m, forward, args, kwargs)
-        stack = self.module_stack.copy()
+        of_torch = not is_parametrized(m) and super().is_leaf_module(m, path) and all(map(_is_of_torch, m.modules()))
+        self._is_leaf = type(m) in MODULES or of_torch
+        inside = m.modules() if self._is_leaf else [m]
         try:
-            self.seen.append(path)
-            with self.following(m, path):
-                return super().call_module(m, forward, args, kwargs)
+            if path not in self.given_up:
+                if why := next(filter(None, map(_unlike_its_class, inside)), ""):
+                    raise Untraceable(why)
+                if self._is_leaf:
+                    return super().call_module(m, forward, args, kwargs)
+                self.seen.append(path)
+                with self.following(m, path):
+                    return super().call_module(m, forward, args, kwargs)
         except Exception as error:  # a forward may raise anything on a proxy
             self.given_up[path] = _why(error)
-        # The rest of this trace only shows which other modules must stay whole.
+        # The rest of this trace only shows which other modules cannot be traced.
         self.module_stack, self._is_leaf = stack, True
         return super().call_module(m, forward, args, kwargs)
 
@@ -200,6 +188,10 @@ class _Tracer(fx.Tracer):
         stack = node.meta.get("nn_module_stack")
         node.meta["where"] = next(reversed(stack.values()))[0] if stack else ""
         self._refuse_surroundings(sys._getframe(1))
+        if kind == "call_function" and not (
+            _is_of_torch(node.target) or is_form(node) or node.target in OTHER_FUNCTIONS
+        ):
+            raise Untraceable(f"its forward calls {called(node)}, which torch.fx.wrap hides")
         if mutates(self.root, node) or unsupported_in_place(node):
             held = written(node)
             if held is not None and counted_norm(self.root, node) is None:
@@ -229,6 +221,20 @@ class _Tracer(fx.Tracer):
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         length = self.sizes.length(obj.node)
         return super().iter(obj) if length is None else iter([obj[i] for i in range(length)])  # type: ignore[index]
+
+
+def _is_of_torch(thing: Any) -> bool:
+    """Return whether a function, or a module's class, has no Python that may behave differently in a later step."""
+    home = (getattr(type(thing) if isinstance(thing, nn.Module) else thing, "__module__", None) or "torch").partition(
+        "."
+    )[0]
+    return home in ("torch", "torchvision", "_operator", "operator", "math", "builtins")
+
+
+def _unlike_its_class(module: nn.Module) -> str:
+    """Return why a module's call is not what its class computes, or ""."""
+    name = replaced_by_hand(module)
+    return f"its {name} was replaced by hand" if name else "it has hooks" if hooked(module) else ""
 
 
 _APPLY = inspect.unwrap(torch.autograd.Function.apply.__func__).__code__  # type: ignore[attr-defined]

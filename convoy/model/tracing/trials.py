@@ -1,8 +1,8 @@
 """Runs a layer on random numbers, to find out how it can be computed.
 
 Functions and modules of torch have no Python state, so one comparison shows whether samples are independent (`per_sample`).
-A user's module may behave differently later, so it always gets the global batch; `observe` examines one call. `check_cuts`
-compares shards of a registered layer with the whole layer.
+Other code may behave differently later, so it is never a layer unless it is registered. `check_cuts` compares shards of a
+registered layer with the whole layer.
 """
 
 import copy
@@ -20,16 +20,11 @@ from convoy.model.graph import Cut, Layer
 from convoy.model.nested import map_tensors, tensors_of
 from convoy.model.operation import Operation, call_operation
 from convoy.model.tracing.copies import release, shared_copy, written
-from convoy.model.tracing.python_state import REGISTERED, State, changed, random_kept
+from convoy.model.tracing.python_state import random_kept
 
 _PARTS = ([2, 3], [1, 4])
 """Numbers of samples in the parts of a batch of five, which is computed at once and in these parts."""
 _WHOLE = ", so it runs whole on one device"
-_RANDOM_FUNCTIONS = {
-    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_",
-    "multinomial", "normal", "normal_", "uniform", "uniform_", "poisson", "random", "random_", "shuffle", "choice", "sample",
-}  # fmt: skip
-"""Code that uses such a name may draw random numbers in some steps, even if not in the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +34,11 @@ class TrialInputs:
     Attributes:
         like: one tensor per input, for shape and dtype.
         batched: per input, whether it has a batch axis.
-        samples: number of samples for user code.
         registered: whether the layer's class was registered.
     """
 
     like: Sequence[Tensor]
     batched: Sequence[bool]
-    samples: int = 2
     registered: bool = False
 
     def random(self, samples: int, dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -53,70 +46,6 @@ class TrialInputs:
         own = torch.Generator().manual_seed(samples)
         made = [random_like(t, own, samples if b else None) for t, b in zip(self.like, self.batched, strict=True)]
         return [t.to(dtype) if dtype is not None and is_floating(t) else t for t in made]
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """The effects of one call of a layer with user code.
-
-    Attributes:
-        changes: name of the Python state that it changed, or "".
-        hidden: name of state that it reads and that cannot be compared, or "".
-        draws: whether it drew random numbers, or uses the name of a function that does.
-        writes: whether it changed parameters or buffers.
-        no_gradient_to: indices of the inputs that no gradient reaches.
-    """
-
-    changes: str = ""
-    hidden: str = ""
-    draws: bool = False
-    writes: bool = False
-    no_gradient_to: tuple[int, ...] = ()
-
-
-def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module], inputs: TrialInputs) -> Observation:
-    """Call a layer once, forward and backward. Changes of Python state are not undone.
-
-    Args:
-        model: a copy that is not used elsewhere.
-        modules: path -> module, for all modules that the call runs.
-    """
-    state = State(modules)
-    hidden, before = state.hidden(), state.forms()
-    parameters = [p for m in modules.values() for p in m.parameters(recurse=False)]
-    buffers = [b for m in modules.values() for b in m.buffers(recurse=False)]
-    with random_kept() as drawn, torch.enable_grad(), written([*parameters, *buffers]) as wrote:
-        given = [t.requires_grad_() if is_floating(t) else t for t in inputs.random(inputs.samples)]
-        # Copies, because autograd forbids in-place calls on leaves.
-        copies = [t.clone() if t.requires_grad else t for t in given]
-        try:
-            outputs = tensors_of(call_operation(model, operation, copies, inputs.samples))
-        except Exception:  # it does not run on random numbers: its changes are unknown
-            return Observation(changes="its state, perhaps", hidden=hidden, draws=drawn(), writes=True)
-        draws, names = drawn() or bool(state.names & _RANDOM_FUNCTIONS), changed(before, state.forms())
-        known = {id(b) for b in buffers}
-        writes = wrote() or any(id(b) not in known for m in modules.values() for b in m.buffers(recurse=False))
-        refuse_unregistered(outputs, [*given, *parameters, *buffers])
-        if any(x._backward_hooks for x in copies):
-            raise InputError(
-                f"the forward of {', '.join(operation.modules)} registers a hook on its input, which would miss the gradients "
-                "of other uses of that tensor: register it on a clone(), or outside of the module"
-            )
-        if any(x._version == 0 and not torch.equal(x, t) for t, x in zip(given, copies, strict=True)):
-            raise InputError(
-                f"the forward of {', '.join(operation.modules) or operation.target} changes its input through .data, which "
-                "other layers would not see: change a clone(), or the input itself, without .data"
-            )
-        no_gradient_to = _no_gradient_to(outputs, given, parameters)
-    for module in modules.values():
-        computed = {k: v.detach() for k, v in vars(module).items() if isinstance(v, Tensor) and not v.is_leaf}
-        vars(module).update(computed)  # deepcopy refuses tensors with a history
-    if made := next((name.removesuffix(REGISTERED) for name in names if name.endswith(REGISTERED)), None):
-        raise InputError(
-            f"the forward of module {made or 'the model itself'!r} makes or removes parameters, buffers or submodules: call "
-            "the model once on a batch before it is distributed; if it does so in every call, make them in __init__"
-        )
-    return Observation(repr(names[0]) if names else "", hidden, draws, writes, no_gradient_to)
 
 
 def refuse_unregistered(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
@@ -132,22 +61,6 @@ def refuse_unregistered(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> N
                     f"a forward trains a parameter of shape {tuple(leaf.shape)} that its module does not have (in a plain "
                     "list?): register it, e.g. in an nn.ModuleList, or set requires_grad_(False)"
                 )
-
-
-def _no_gradient_to(outputs: list[Tensor], given: list[Tensor], parameters: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return the indices of the inputs that no gradient reaches."""
-    reached = [y for y in outputs if y.requires_grad]
-    wanted = [t for t in (*given, *parameters) if t.requires_grad]
-    if not reached or not wanted:
-        return tuple(i for i, t in enumerate(given) if t.requires_grad)
-    try:
-        found = torch.autograd.grad(reached, wanted, [torch.ones_like(y) for y in reached], allow_unused=True)
-    except RuntimeError as error:  # other errors appear in training
-        if "checkpoint" in str(error):
-            raise InputError("torch.utils.checkpoint with use_reentrant=True: give it use_reentrant=False") from error
-        return ()
-    missing = {id(t) for t, g in zip(wanted, found, strict=True) if g is None}
-    return tuple(i for i, t in enumerate(given) if id(t) in missing)
 
 
 @dataclass(frozen=True, slots=True)
