@@ -201,7 +201,7 @@ def _path_of(request: PlanRequest) -> list[list[Layer]] | None:
     group: list[Layer] = []
     while name:
         layer = graph[name]
-        odd = layer.shared or layer.everywhere or layer.called_everywhere or layer.several or bool(layer.no_gradient_to)
+        odd = layer.shared or layer.called_everywhere or layer.several
         odd = odd or layer.groups > 1 or not layer.batched or not layer.differentiable
         if odd or layer.kind in ("opaque", "pick", "parameter") or (not layer.weighted and layer.inputs[0] in fed):
             return None

@@ -74,7 +74,7 @@ def text(kept: Kept) -> str:
         "",
         "`python -m lab.families` makes this table in half an hour:",
         "",
-        "| family | smallest member | million parameters | image | layers | whole | by filter | by samples | one device "
+        "| family | smallest member | million parameters | image | layers | whole | by filter | by samples | not split "
         "| apart | rounding | exact |",
         "| --- " * 12 + "|",
         *map(_line, rows),

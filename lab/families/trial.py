@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import convoy.runtime.module
 from convoy.comm.group import Group
@@ -61,7 +62,7 @@ class Row:
         biased: the biases of batch norms began at BIAS.
         rate: of the steps.
         gradients: those of the last step were compared, too, and `rounding` is of images and weights; not so in older rows.
-        reasons: why layers with FLOP stay on one device.
+        reasons: why layers with FLOP are not split.
         error: why it was not trained.
     """
 
@@ -176,15 +177,17 @@ def _try(row: Row, model: nn.Module, shape: tuple[int, ...], *, last: bool) -> R
     if rounding >= STABLE and not last:
         return Row(**{**vars(row), "rounding": rounding})
     with one_trace():
-        graph = convoy.runtime.module.trace(model, images[0][:2]).graph
+        traced = convoy.runtime.module.trace(model, images[0][:2])
+        graph, flop = traced.graph, _flop(model, images[0]) if traced.note else 0
         plans = (named_plan("data-by-speed", graph, BATCH, SPEEDS), filters_by_speed(graph, BATCH, SPEEDS))
         apart = tuple(max(_on_many(model, plan, images, expected, rate)) for plan in plans)
     lowered = [lower(plan, graph) for plan in plans]
     whole = [layer for layer in graph.layers.values() if layer.kind == "opaque" and layer.batched]
     reasons = {_reason(graph[s.layer]) for s in lowered[1].phase("forward") if _how(s) == "one" and graph[s.layer].flop}
+    reasons |= {_without_folders(traced.note.partition("; split: ")[0])} if traced.note else set()
     return Row(
-        row.family, row.name, row.parameters, shape, len(graph.layers), len(whole), shares_of_flop(graph, plans[0]),
-        shares_of_flop(graph, plans[1]), apart, rounding, biased, True, tuple(sorted(reasons)),
+        row.family, row.name, row.parameters, shape, len(graph.layers), len(whole), shares_of_flop(graph, plans[0], flop),
+        shares_of_flop(graph, plans[1], flop), apart, rounding, biased, True, tuple(sorted(reasons)),
         rate=rate,
     )  # fmt: skip
 
@@ -235,14 +238,25 @@ def _filters(layer: Layer, speeds: Speeds) -> Filter | None:
     return Filter(apportion(layer.channels_out, speeds.devices, quantum=quantum))
 
 
-def shares_of_flop(graph: Graph, plan: Plan) -> dict[str, float]:
-    """Return the percent of forward FLOP that a plan splits by filters, by samples, and leaves on one device."""
+def _flop(model: nn.Module, images: Tensor) -> float:
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        copy.deepcopy(model)(images)
+    return counter.get_total_flops() / len(images)
+
+
+def shares_of_flop(graph: Graph, plan: Plan, flop_of_model: float = 0.0) -> dict[str, float]:
+    """Return the percent of forward FLOP that a plan splits by filters, by samples, and does not split.
+
+    Args:
+        flop_of_model: FLOP per sample of a model whose own forward runs on every device.
+    """
     flop: Counter[str] = Counter()
     for step in lower(plan, graph).phase("forward"):
         if isinstance(step, ComputeStep):
             flop[_how(step)] += graph[step.layer].flop
-    total = max(flop.total(), 1)
-    return {how: 100.0 * flop[how] / total for how in ("filters", "samples", "one")}
+    total = max(flop.total(), flop_of_model, 1)
+    split = {how: 100.0 * flop[how] / total for how in ("filters", "samples")}
+    return {**split, "one": 100.0 - sum(split.values())}
 
 
 def _how(step: Any) -> str:
@@ -257,8 +271,12 @@ def _how(step: Any) -> str:
 
 
 def _reason(layer: Layer) -> str:
-    # A file is named as the library has it, not as this machine does.
-    return re.sub(r"[^\s(]*site-packages/", "", layer.reason) or f"{layer.kind} {layer.name}"
+    return _without_folders(layer.reason) or f"{layer.kind} {layer.name}"
+
+
+def _without_folders(text: str) -> str:
+    """Return a text with names of files as the library has them, not as this machine does."""
+    return re.sub(r"[^\s(]*site-packages/", "", text)
 
 
 # --- training --------------------------------------------------------------------------------------------------------
