@@ -129,8 +129,14 @@ def test_random_plans_with_tiny_batches(case: tuple[str, Plan], optimizer: str, 
     try_plan(net, plan, training)
 
 
+UNPREDICTED = (
+    "no-gradient", "opaque-whole", "dependent-samples", "dependent-in-training", "average", "own-norm", "own-backward", "hooked"
+)  # fmt: skip
+"""Nets of which device 0 also sends gradients that are in no plan, because their own forward runs on every device."""
+
+
 @settings(max_examples=8, derandomize=True, **QUIET)
-@given(plans(tuple(net for net in NETS if net not in ("no-gradient", "opaque-whole"))), st.sampled_from([10, 3]))
+@given(plans(tuple(net for net in NETS if net not in UNPREDICTED)), st.sampled_from([10, 3]))
 def test_random_plans_move_the_bytes_they_predict(case: tuple[str, Plan], size: int) -> None:
     net, plan = case
     assert traffic_of(net, plan, size) == +lower(plan, graph_of(net), size).traffic(8)

@@ -17,6 +17,7 @@ from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from tests.support import nets
 from tests.support.one_device import by_name, graph_of
 from tests.support.step_text import ALL, plan_of
+from tests.support.traced_models import Calls
 
 # --- what follows, and what cannot -----------------------------------------------------------------------------------
 
@@ -69,11 +70,11 @@ def test_dropout_never_runs_replicated() -> None:
 
 
 def test_global_batch_layer_runs_on_the_device_with_most_samples() -> None:
-    graph = graph_of("dependent-samples")
+    graph = trace(Calls(lambda _, x: x - x.mean(0, keepdim=True)), torch.zeros(2, 3, 8, 8)).graph
     placed = placements(plan_of(graph, {}, Batch((2, 1, 6, 1))), graph)
-    assert placed["centre"].gives == OnOne(2)
-    assert "Centre stays whole" in placed["centre"].note
-    assert placed["conv2"].gives == Split(0, (2, 1, 6, 1))
+    assert placed[graph.outputs[0]].gives == OnOne(2)
+    assert "it runs whole on one device" in placed[graph.outputs[0]].note
+    assert placed["conv"].gives == Split(0, (2, 1, 6, 1))
 
 
 def test_shared_layers_keep_copies_everywhere() -> None:
@@ -138,14 +139,9 @@ def _devices(layout: Replicated | OnOne) -> tuple[int, ...]:
     return layout.devices if isinstance(layout, Replicated) else (layout.device,)
 
 
-def test_a_layer_that_is_whole_in_training_only_stays_with_its_parameters() -> None:
-    """Regression: evaluation split it by samples onto devices without its weights and crashed."""
-    training, evaluation = both_modes("dependent-in-training")
-    plan = by_name("data-by-speed", "dependent-in-training")
-    assert not evaluation["centre"].per_sample, "nothing says that it treats samples alone"
-    assert pin(plan, training, evaluation).layers == {}
-    ordinary = both_modes("resnet")
-    assert pin(by_name("data", "resnet"), *ordinary).layers == {}
+@pytest.mark.parametrize("name", ["dependent-in-training", "resnet"])
+def test_evaluation_needs_no_other_layouts_than_training(name: str) -> None:
+    assert pin(by_name("data-by-speed", name), *both_modes(name)).layers == {}
 
 
 def test_dropout_in_front_moves_training_but_not_evaluation() -> None:

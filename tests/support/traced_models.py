@@ -15,6 +15,13 @@ def layers_of(model: nn.Module, shape: tuple[int, ...] = (3, 8, 8), **options: A
     return dict(trace(model, torch.zeros(2, *shape), **options).graph.layers)
 
 
+def split_in(model: nn.Module, shape: tuple[int, ...] = (3, 8, 8)) -> list[str]:
+    """The submodules that are split, of a model whose own forward must run on every device."""
+    live = trace(model, torch.zeros(2, *shape)).live
+    assert live is not None
+    return [part.path for part in live]
+
+
 class Calls(nn.Module):
     """A model that is one function of its input, and of a few parameters."""
 

@@ -42,12 +42,14 @@ def _check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONVOY_CHECK", "1")
 
 
-def test_layers_that_stay_on_one_device_are_listed_with_their_share(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_runs_on_every_device_is_listed_with_its_share(capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(net(), Branching())
     status, lines = checked(capsys, model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(images(), 5))
     assert status == 0
-    assert lines[0].startswith("not split: 0% of the arithmetic, '1': Branching stays whole: torch.fx cannot trace it")
-    assert lines[1:] == ["checked prepare: 0 refused, 1 layers not split"]
+    assert lines[0].startswith(
+        "the forward of Sequential runs on every device (0% of the arithmetic), because of '1': "
+    )
+    assert lines[1:] == ["checked prepare: 0 refused, 0 layers not split"]
 
 
 def test_all_refusals_are_listed_in_one_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,12 +64,11 @@ def test_all_refusals_are_listed_in_one_run(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_hooks_and_optimizers_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    model = net()
-    model[0].register_full_backward_hook(lambda *_: None)
-    model = nn.Sequential(model, nn.Identity())
+    model = nn.Sequential(net(), nn.Identity())
+    model.register_full_backward_hook(lambda *_: None)
     status, lines = checked(capsys, model, torch.optim.LBFGS(model.parameters()), DataLoader(images(), 5))
     assert status == 1
-    assert "module '0.0' has a backward hook" in lines[0]
+    assert "the model that was distributed has a backward hook" in lines[0]
     assert lines[-2] == "LBFGS: only with plans that copy parameters ('data', 'data-by-speed')"
 
 
