@@ -58,10 +58,15 @@ class BoxedImage:
     def flip(self, axis: int) -> Self:
         return self._with(axis, self._range(axis)[::-1])
 
-    def normalise(self, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32) -> Self:
-        """Return the image as `(x - mean) / std`, with one mean and deviation per channel, in units of the file."""
+    def normalise(self, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype | None = None) -> Self:
+        """Return the image as `(x - mean) / std`, with one mean and deviation per channel, in units of the file.
+
+        Args:
+            dtype: None: the image's own if it is floating-point, else float32.
+        """
         if not len(mean) == len(std) == self.shape[0]:
             raise InputError(f"{len(mean)} means and {len(std)} deviations for {self.shape[0]} channels: give one each")
+        dtype = dtype or (self.dtype if self.dtype.is_floating_point else torch.float32)
         return replace(self, mean=tuple(mean), std=tuple(std), dtype=dtype)
 
     def to(self, dtype: torch.dtype) -> Self:

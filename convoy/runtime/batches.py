@@ -52,14 +52,27 @@ class BatchPart(NamedTuple):
     def rows(self) -> range:
         return range(*self.box[0])
 
-    def spans(self, shape: Shape) -> Box:
-        """Return the part in each sample of another tensor, such as labels, which may have no axis for channels."""
+    def spans(self, shape: Shape, *, whole: bool = True) -> Box:
+        """Return the part in each sample of another tensor, such as labels, which may have no axis for channels.
+
+        Args:
+            whole: the tensor has the global batch; else it may also be this device's tile.
+
+        Raises:
+            InputError: the tensor has the axes of images, but another size.
+        """
         box, whole_shape = self
         if len(shape) == len(whole_shape) - 1:
             box, whole_shape = (box[0], *box[2:]), (whole_shape[0], *whole_shape[2:])
         if len(shape) != len(whole_shape):
             return tuple((0, size) for size in shape[1:])
-        axes = zip(box[1:], whole_shape[1:], shape[1:], strict=True)
+        axes = list(zip(box[1:], whole_shape[1:], shape[1:], strict=True))
+        for (first, last), extent, size in axes[len(axes) + 2 - len(self.shape) :]:
+            if size not in ((extent, 1) if whole else (extent, 1, last - first)):
+                raise InputError(
+                    f"a tensor of shape {tuple(shape)}, where images have the shape {self.shape[2:]}: all images, label maps "
+                    "and outputs of tiles must be as large as in the example; crop or resize them in the data set"
+                )
         return tuple(span if extent == size else (0, size) for span, extent, size in axes)
 
 
@@ -180,12 +193,18 @@ _REMEDY = (
 )
 
 
-def returned_outputs(outputs: Sequence[Tensor], steps: StepList, graph: Graph, group: Group) -> list[Any]:
-    """Return each replicated output marked as the global batch, and each local output as an `OutputPart`."""
+def returned_outputs(
+    outputs: Sequence[Tensor], steps: StepList, graph: Graph, group: Group, *, whole: bool
+) -> list[Any]:
+    """Return each replicated output marked as the global batch, and each local output as an `OutputPart`.
+
+    Args:
+        whole: the inputs were global batches, so labels are too.
+    """
     returned: list[Any] = []
     for value, y in zip(steps.outputs, outputs, strict=True):
         if not isinstance(value.layout, Replicated):
-            returned.append(OutputPart(y, value.layout, value.shape, group))
+            returned.append(OutputPart(y, value.layout, value.shape, group, whole=whole))
             continue
         if graph[value.layer].batched:
             mark_whole(y)
@@ -205,8 +224,8 @@ class OutputPart:
         owners: the devices that have samples.
     """
 
-    def __init__(self, tensor: Tensor, layout: Layout, shape: Shape, group: Group) -> None:
-        self.attached, self._layout, self._shape, self.group = tensor, layout, shape, group
+    def __init__(self, tensor: Tensor, layout: Layout, shape: Shape, group: Group, *, whole: bool = False) -> None:
+        self.attached, self._layout, self._shape, self.group, self._whole = tensor, layout, shape, group, whole
         self._part = BatchPart.of(layout, shape, group.device)
         self.batch, self.owners = shape[0], holders(layout)
         self.rows, self.pixels = self._part.box[0], self._part.box[2:]
@@ -231,7 +250,7 @@ class OutputPart:
         start, stop = self.rows
         if y.dim() and len(y) in (self.batch, stop - start):
             own = y[start:stop] if len(y) == self.batch else y
-            return own[(slice(None), *(slice(*span) for span in self._part.spans(own.shape)))]
+            return own[(slice(None), *(slice(*span) for span in self._part.spans(own.shape, whole=self._whole)))]
         raise InputError(
             f"a tensor of shape {tuple(y.shape)} for an output of {self.batch} samples, {stop - start} of them on device "
             f"{self.group.device}: give the labels of the global batch, or those of the local samples in their order"

@@ -178,7 +178,8 @@ class Distributed(nn.Module):
         self._checks.check(variant.tables, self._in_use.whole)
         variant.state.check()
         outputs = self._compute(variant, given, program, parts, compares)
-        return fill(traced.result, returned_outputs(outputs, program.steps, traced.graph, self.group))
+        whole = all(given.wholes)
+        return fill(traced.result, returned_outputs(outputs, program.steps, traced.graph, self.group, whole=whole))
 
     def _compute(
         self, variant: Variant, given: StepInputs, program: Program, parts: list[Tensor], compares: bool

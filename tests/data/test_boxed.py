@@ -63,7 +63,7 @@ def test_channels_that_are_last_in_a_file_are_first_in_the_image() -> None:
 
 def test_changes_of_a_box_are_those_of_the_whole_image() -> None:
     mean, std = (100.0, 120.0, 90.0), (50.0, 60.0, 70.0)
-    image = open_image(stored(), 0).normalise(mean, std, torch.float64)
+    image = open_image(stored(), 0).to(torch.float64).normalise(mean, std)
     whole = torch.from_numpy(stored()[0]).double()
     whole = (whole - torch.tensor(mean).double()[:, None, None]) / torch.tensor(std).double()[:, None, None]
     changed = image.flip(-1).crop((1, 2), (8, 10)).flip(1).crop((0, 1), (7, 9))

@@ -139,7 +139,7 @@ def test_image_of_another_size_than_the_example_is_refused() -> None:
         for x, _ in convoy.loader(images, 2, part):
             part(x)
 
-    with pytest.raises(InputError, match="got an input of shape"):
+    with pytest.raises(InputError, match=r"a tensor of shape \(2, 3, 28, 24\), where images have the shape \(24, 24\)"):
         run_on_threads(3, work)
 
 

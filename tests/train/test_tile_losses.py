@@ -159,6 +159,20 @@ def test_unet_trains_on_tiles_without_sending_outputs() -> None:
     run_on_threads(4, work)
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_label_map_of_another_size_is_refused(*, whole: bool) -> None:
+    """It is as large as each tile of four equal devices, so it must not be taken for the labels of a tile."""
+    layout = Spatial((1, 1, 1, 1)).tiles((2, 5, 8, 7))
+
+    def work(group: Group) -> None:
+        part = OutputPart(torch.zeros(2, 5, 2, 7), layout, (2, 5, 8, 7), group, whole=whole)
+        loss = convoy.loss(nn.CrossEntropyLoss())
+        loss(part, torch.zeros(2, 2 if whole else 3, 7, dtype=torch.int64))
+
+    with pytest.raises(InputError, match=r"where images have the shape \(8, 7\)"):
+        run_on_threads(4, work, timeout_s=20)
+
+
 @pytest.mark.parametrize("strategy", TILES)
 def test_accuracy_counts_the_pixels_of_all_tiles(strategy: Spatial) -> None:
     layout = strategy.tiles(SHAPE)
