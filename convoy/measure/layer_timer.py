@@ -19,7 +19,7 @@ from convoy.layout.layout import box, local_shape
 from convoy.layout.layout import whole as whole_box
 from convoy.machine.accelerator import to_device
 from convoy.measure.timed_sizes import ENDS_SLICES, POINT_LIMIT_S, Axes, choose_axes, full_axes, timing_s
-from convoy.measure.timing import ROUNDS, Now, Progress, RoundTimer, Timing, Workload, plain_torch
+from convoy.measure.timing import ROUNDS, Now, Progress, RoundTimer, Times, Timing, Workload, plain_torch
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import TracedModel, disable_in_place
 from convoy.model.tracing.copies import timed_copy
@@ -38,6 +38,9 @@ from convoy.simulate.compute import shape_s
 SPEEDS_SLICE_S, SPEEDS_ROUNDS = 0.01, 3
 
 DRAWN = 1 << 16  # the most random numbers drawn for one input; a larger input repeats them
+LARGE_BYTES, LEAST_ROWS = 64 << 20, 64
+"""Of a sample with more bytes, in and out of a layer, only some rows are timed, in proportion, because all of them may fit in
+no device's memory. But never fewer rows than these."""
 
 
 class LayerTimer:
@@ -153,7 +156,13 @@ class LayerTimer:
             self.wall_s += time.perf_counter() - wall_s
             self.processor_s += time.process_time() - processor_s
         self.timings[name, size] = timing
-        return timing.times(steady=self.timer.steady).both_s
+        return self._times(name, size).both_s
+
+    def _times(self, name: str, size: LocalSize) -> Times:
+        """Return the seconds of whole images."""
+        forward_s, backward_s, spread = self.timings[name, size].times(steady=self.timer.steady)
+        rows, timed = timed_rows(self.traced.graph, self.traced.graph[name])
+        return Times(forward_s * rows / timed, backward_s * rows / timed, spread)
 
     def rows(self, factor: float = 1.0) -> dict[str, list[list[Any]]]:
         """Return each layer's points as `LayerPoint` values without device and layer, seconds times `factor`."""
@@ -161,7 +170,7 @@ class LayerTimer:
         for sizes, off_grid in ((self.grids, False), (self.plan_sizes, True)):
             for name, each in sizes.items():
                 for size in each:
-                    times = self.timings[name, size].times(steady=self.timer.steady)
+                    times = self._times(name, size)
                     seconds = [factor * times.forward_s, factor * times.backward_s, times.spread]
                     shared = size.shares_statistics
                     rows[name].append([size.samples, size.outputs, size.inputs, *seconds, shared, off_grid])
@@ -222,6 +231,22 @@ class SharedStatistics(Arithmetic):
         x, by = saved
         row = self.norm.local_sums(x, g, by)
         return self.norm.backward(x, g, by, row, row, wants[0])
+
+
+def timed_rows(graph: Graph, layer: Layer) -> tuple[int, int]:
+    """Return the rows of an image that a layer reads, and how many of them are timed. (1, 1): the layer takes whole images."""
+    sources = [graph[name] for name in layer.inputs]
+    shapes = [source.shape for source in sources if source.batched and not source.several]
+    slides = layer.windows[0].kind not in ("nearest", "linear") if layer.windows else layer.kind in _BY_PIXELS
+    alike = len({shape[1:] for shape in shapes}) == 1 and len(shapes) == len(sources)
+    if not slides or not alike or len(layer.shape) < 2:
+        return 1, 1
+    size_bytes = 4 * sum(map(math.prod, (*shapes, layer.shape)))
+    rows = shapes[0][1]
+    return rows, min(rows, max(LEAST_ROWS, rows * LARGE_BYTES // size_bytes))
+
+
+_BY_PIXELS = ("batch_norm", "elementwise", "join", "cat")
 
 
 @contextmanager
@@ -299,6 +324,7 @@ def _inputs(
 ) -> list[Any]:
     """Return random inputs. An input layer with several outputs is run, because only running it shows their shapes."""
     graph, inputs = traced.graph, list[Any]()
+    rows, timed = timed_rows(graph, layer)
     for layout, name in zip(placed.takes, layer.inputs, strict=True):
         source = graph[name]
         if source.several:
@@ -308,6 +334,7 @@ def _inputs(
             inputs.append(run.forward(given, size.samples, False, [])[0])
         else:
             shape, dtype = local_shape(layout, 0, source.batch_shape(size.samples)), getattr(torch, source.dtype)
+            shape = (*shape[:2], timed, *shape[3:]) if timed < rows else shape
             if not dtype.is_floating_point:
                 inputs.append(torch.zeros(shape, dtype=dtype, device=device))
                 continue

@@ -286,3 +286,24 @@ def test_a_disturbed_small_size_does_not_stop_the_grid(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(layers, "time", timed)
     assert whole_size(layers.traced.graph["conv2"], 8) in layers._choose_grid("conv2", 0.1)
+
+
+def test_large_images_are_timed_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole image may fit in no device's memory."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+    traced = trace(model, torch.zeros(2, 3, 512, 8))
+    monkeypatch.setattr("convoy.measure.layer_timer.LARGE_BYTES", 10_000)
+    timer, reads = quick_timer(model, traced), dict[str, int]()
+    for name in ("0", "1", "2", "3"):
+        layer = traced.graph[name]
+        size = whole_size(layer, 2)
+        with torch.no_grad(), workload(model, traced, layer, size, (True,), backward=True) as work:
+            work.run.forward(work.inputs, 2, True, (True,))
+            reads[name] = work.inputs[0].shape[2]
+        timer.timings[name, size] = Timing([1.0], [3.0])
+        assert timer._times(name, size)[:2] == (layer_rows(name) / reads[name], 3 * layer_rows(name) / reads[name])
+    assert reads == {"0": 78, "1": 78, "2": 78, "3": 256}
+
+
+def layer_rows(name: str) -> int:
+    return 512 if name == "0" else 256
