@@ -102,7 +102,8 @@ def unnamed(
 def _input_layout(plan: Plan, graph: Graph, layer: Layer, batch: int) -> Layout:
     """Return the layout of an input: where its first readers are, so that no sample is sent."""
     readers = graph.readers[layer.name]
-    if len(readers) == 1 and isinstance(own := own_strategy(plan, readers[0]), Spatial):
+    is_read_once = len(readers) == 1 and layer.name not in graph.outputs
+    if is_read_once and isinstance(own := own_strategy(plan, readers[0]), Spatial):
         return place(graph, readers[0], own, batch, plan.devices).takes[0]
     layouts = _layouts_read(plan, graph, (layer, layer), batch, {})
     if len(layouts) == 1:
@@ -145,7 +146,9 @@ def _layouts_read(
             placed = place(graph, reader, own, batch, plan.devices)
         else:
             placed = unnamed(graph, reader, None, plan.otherwise, batch, plan.devices)[1]
-        layouts.add(placed.takes[reader.inputs.index(layer.name)])
+        taken = placed.takes[reader.inputs.index(layer.name)]
+        # Tiles of a reader with other axes are no tiles of the input.
+        layouts.add(Replicated(holders(taken)) if isinstance(own, Spatial) else taken)
     known[layer.name] = layouts
     return layouts
 

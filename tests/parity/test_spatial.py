@@ -6,12 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from convoy.comm.group import Group
 from convoy.errors import PlanError
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.strategy import Batch, Spatial
+from convoy.runtime.module import Distributed
 from tests.support.spatial_nets import difference, random_difference
+from tests.support.threads import run_on_threads
 
 
 def spatial(net: nn.Module, x: Tensor, devices: int, strategy: Spatial) -> Plan:
@@ -107,3 +110,40 @@ def test_linear_layer_has_no_tiles() -> None:
     )
     with pytest.raises(PlanError, match=r"there is no|choose from|only convolutions"):
         plan.check(graph)
+
+
+class ReturnsInput(nn.Module):
+    """Adds the image that it was given to the output, which has its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.conv(x), x
+
+
+class ConvolvesRows(nn.Module):
+    """Reads an image row by row, each by a convolution of fewer axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(x[:, :, 0]).unsqueeze(2)
+
+
+@pytest.mark.parametrize("net", [ReturnsInput, ConvolvesRows])
+def test_inputs_that_others_read_differently_are_whole(net: type[nn.Module]) -> None:
+    torch.manual_seed(1)
+    model, x = net().double(), torch.randn(2, 3, 7, 6, dtype=torch.float64)
+    plan = named_plan("spatial", trace(model, x).graph, 2, Speeds((3.0, 2.0)))
+    expected = model(x)
+
+    def work(group: Group) -> list[Tensor]:
+        found = Distributed(model, plan, group, x)(x, whole=True)
+        return [*found] if isinstance(found, tuple) else [found]
+
+    for found in run_on_threads(2, work):
+        torch.testing.assert_close(found, [*expected] if isinstance(expected, tuple) else [expected])
