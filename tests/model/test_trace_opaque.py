@@ -130,6 +130,23 @@ def test_a_forward_with_its_own_backward_is_called_live(function: Callable[..., 
     assert split_in(nn.Sequential(nn.Conv2d(3, 3, 1), Calls(function))) == ["1.conv", "0"]
 
 
+def test_a_forward_that_is_called_directly_is_examined_too() -> None:
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if torch.is_grad_enabled() else 2 * x
+
+    class Calling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Asks()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner.forward(x)
+
+    traced = trace(Calling(), torch.zeros(2, 3, 8, 8))
+    assert "its forward reads 'is_grad_enabled'" in traced.note
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_a_model_that_cannot_be_copied() -> None:
     model = nn.Sequential(torch.nn.utils.weight_norm(nn.Conv2d(3, 4, 1)))

@@ -119,7 +119,10 @@ class _Tracer(fx.Tracer):
         if "forward" in vars(module) and not chosen_forward(module):
             raise Untraceable("its forward was replaced by hand")
         own = State({"": module})
-        if reads := own.asked() or own.hidden():
+        # Code with this name may call a submodule's forward directly, without `call_module`.
+        inner = subtree(self.root, path).values() if "forward" in own.names else ()
+        asked = next(filter(None, (State({"": each}).asked() for each in inner)), "")
+        if reads := own.asked() or own.hidden() or asked:
             raise Untraceable(f"its forward reads {reads}")
         if own.function:
             raise Untraceable(f"its forward calls {own.function}, which has its own backward")
