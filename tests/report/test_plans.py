@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor, nn
 from rich.console import Console
 
 from convoy.cli import plan_verbs
@@ -51,12 +52,19 @@ class Table:
         return device
 
 
+class Centred(nn.Module):
+    """A layer that mixes samples, so that one device computes it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0, keepdim=True)
+
+
 @pytest.mark.parametrize(
     ("net", "shares", "seconds", "device"),
     [
         ("opaque-per-sample", (6, 2), 16, "slow"),  # 2 x (2 + 6), where the other takes 6 x (0.25 + 0.75)
         ("opaque-per-sample", (7, 1), 8, "slow"),  # 1 x (2 + 6) and 7 x (0.25 + 0.75)
-        ("dependent-samples", (6, 2), 8, "quick"),  # all 8 samples on one device: that with the most
+        ("centred", (6, 2), 8, "quick"),  # all 8 samples on one device: that with the most
     ],
 )
 def test_a_layer_that_is_not_split_is_listed_with_its_seconds_and_device(
@@ -64,7 +72,8 @@ def test_a_layer_that_is_not_split_is_listed_with_its_seconds_and_device(
 ) -> None:
     devices = (Device("quick", "a", "cpu"), Device("slow", "b", "cpu"))
     fleet = Fleet((Host("a"), Host("b")), devices, Nic(1e9, 1e9, 1e-6))
-    graph = trace(nets.build(net), torch.zeros(2, 3, 8, 8, dtype=torch.float64)).graph
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), Centred()).double() if net == "centred" else nets.build(net)
+    graph = trace(model, torch.zeros(2, 3, 8, 8, dtype=torch.float64)).graph
     context = asked(graph, 8, Costs(Table(), network_of(fleet)), fleet)
     row = predict_plan(Plan("hand", graph.fingerprint, 2, 8, {}, Batch(shares)), context)
     console = Console(file=io.StringIO(), width=300)
