@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor, nn
 from rich.console import Console
+from torch import Tensor, nn
 
 from convoy.cli import plan_verbs
 from convoy.fleet import Device, Fleet, Host, Nic
