@@ -8,7 +8,7 @@ from benchmarks.configurations import PLAN_NAMES
 from benchmarks.results import FleetResult, Row
 from benchmarks.score import efficiency
 
-MARKS = dict(zip(PLAN_NAMES, "osXD^vP", strict=True))
+MARKS = dict(zip(PLAN_NAMES, "osXD^vhP", strict=True))
 
 
 def draw(results: Sequence[FleetResult], path: Path) -> bool:

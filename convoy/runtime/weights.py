@@ -212,6 +212,9 @@ class Weights:
     def whole_copy(self, guard: shards.CallGuard, *, values: bool) -> nn.Module:
         """Return a copy with whole parameters (on meta unless `values`), without this guard. Every device must call it."""
         memo: dict[int, Any] = {id(guard): guard}
+        kept = (value for module in self.module.modules() for value in vars(module).values())
+        # Tensors that a forward has kept, which deepcopy refuses.
+        memo |= {id(t): t.detach() for t in kept if isinstance(t, Tensor) and not t.is_leaf}
         for key, parameter in self.known.items():
             own = self.own(key)
             meta = torch.empty(parameter.shape, dtype=own.dtype, device="meta")

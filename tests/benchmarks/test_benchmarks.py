@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from benchmarks import score
-from benchmarks.configurations import SETS, Case, Choice, Series, fleet_named, series_of
+from benchmarks.configurations import PLAN_NAMES, SETS, Case, Choice, Series, fleet_named, series_of
 from benchmarks.drive import Drive, run
+from benchmarks.figure import MARKS
 from benchmarks.hardware import Ground, ground
 from benchmarks.page import Paper, validation_page
 from benchmarks.results import FleetResult, NetResult, Row, read_result, still_to_run, write_result
@@ -241,3 +242,8 @@ def test_existing_results_are_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"revision older.*--again"):
         run(a_drive(tmp_path))
     assert read_result(tmp_path / "mixed4.two-conv-4-8.8.json") == old
+
+
+def test_every_plan_has_its_mark_in_the_figures() -> None:
+    assert set(MARKS) == set(PLAN_NAMES)
+    assert len(set(MARKS.values())) == len(MARKS)

@@ -204,3 +204,27 @@ def test_submodules_that_cannot_be_split_stay_right(part: str) -> None:
     chosen = named_plan("model", trace(model, images).graph, 5, Speeds((3.0, 2.0)))
     for found in run_on_threads(2, lambda group: losses(Distributed(model, chosen, group, images))):
         assert torch.allclose(found, expected, rtol=1e-12)
+
+
+def test_a_model_that_keeps_its_features_gets_other_sizes() -> None:
+    class Keeps(Sized):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = self.part(x)
+            return self.last(self.kept.flatten(2).mean(2)) if len(x) > 1 else self.kept
+
+    torch.manual_seed(0)
+    model = Keeps(nn.Sequential(conv(3, 6))).double()
+    small, large = (torch.randn(5, 3, n, n, dtype=torch.float64) for n in (6, 8))
+    expected = [copy.deepcopy(model)(x).detach() for x in (small, large)]
+    chosen = plan_of_images(model, small)
+
+    def work(group: Group) -> list[Tensor]:
+        here = Distributed(model, chosen, group, small)
+        return [here(x) for x in (small, large)]
+
+    for found in run_on_threads(2, work):
+        torch.testing.assert_close([each.detach() for each in found], expected)
+
+
+def plan_of_images(model: nn.Module, x: Tensor) -> Any:
+    return named_plan("data", trace(model, x).graph, len(x), Speeds((3.0, 2.0)))
