@@ -137,7 +137,8 @@ def _distributed(
 
         def work(group: Group) -> Left:
             here = Distributed(model, chosen, group, example)
-            return _train(here, given, space, way, _call, lambda m: m.full_state_dict())
+            own = [tuple(t.clone() for t in x) for x in given]  # a forward may overwrite them
+            return _train(here, own, space, way, _call, lambda m: m.full_state_dict())
 
         return run_on_threads(chosen.devices, work, timeout_s=20)
 
