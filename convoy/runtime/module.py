@@ -21,6 +21,7 @@ from convoy.layout.layout import Layout, Replicated, Shape, everywhere
 from convoy.model.nested import Arguments, CallForm, Example, arguments_of
 from convoy.model.operation import TracedModel, fill, with_trained
 from convoy.model.tracing import StateWatch, copied, disable_in_place, samples_in, trace, unwrapped
+from convoy.model.tracing.live import is_inside
 from convoy.plan.plan import Plan
 from convoy.plan.steps import StepList, Value
 from convoy.runtime import model_checks, shards
@@ -258,7 +259,11 @@ class Distributed(nn.Module):
 
     def _bind(self) -> None:
         self._make_ready()
-        for path in filter(None, self.traced[True].parts):
+        parts = [*filter(None, self.traced[True].parts)]
+        for path in self._in_place if self.traced[True].live is not None else ():
+            if not is_inside(path, parts):  # the model's own forward may use that its input changes
+                self.module.get_submodule(path).inplace = True  # type: ignore[assignment]
+        for path in parts:
             module: Any = self.module.get_submodule(path)
             module.forward = SplitForward(module, path, self._run, lambda: self.traced[self.training])
         OutsideGradients(self.group, self.module, self.traced, lambda: self._accumulation.sums)

@@ -137,8 +137,7 @@ def _distributed(
 
         def work(group: Group) -> Left:
             here = Distributed(model, chosen, group, example)
-            own = [tuple(t.clone() for t in x) for x in given]  # a forward may overwrite them
-            return _train(here, own, space, way, _call, lambda m: m.full_state_dict())
+            return _train(here, given, space, way, _call, lambda m: m.full_state_dict())
 
         return run_on_threads(chosen.devices, work, timeout_s=20)
 
@@ -169,7 +168,8 @@ def _train(model: nn.Module, given: list[Any], space: dict[str, Any], way: Way, 
     inner = getattr(model, "module", model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.01)
     model.train(not way.evaluating)
-    for k, x in enumerate(given):
+    for k, batch in enumerate(given):
+        x = tuple(t.clone() for t in batch)  # a forward may overwrite it
         space["before_step"](k, inner)
         if way.looking:
             with torch.no_grad():
@@ -185,7 +185,7 @@ def _train(model: nn.Module, given: list[Any], space: dict[str, Any], way: Way, 
     model.eval()
     space["before_step"](-1, inner)
     with torch.no_grad():
-        _note(call(model, given[0]), "output of evaluation", left)
+        _note(call(model, tuple(t.clone() for t in given[0])), "output of evaluation", left)
     model.train()
     left.numbers |= {f"state {k}": v.detach().clone() for k, v in weights(model).items()}
     left.numbers |= _python_state(inner)

@@ -226,5 +226,18 @@ def test_a_model_that_keeps_its_features_gets_other_sizes() -> None:
         torch.testing.assert_close([each.detach() for each in found], expected)
 
 
+def test_modules_that_overwrite_their_input_do_so_in_a_live_forward() -> None:
+    class Doubled(Sized):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 1
+            return self.last((x + self.part(x)).flatten(2).mean(2)) if len(x) > 1 else x
+
+    torch.manual_seed(0)
+    model, x = Doubled(nn.SiLU(inplace=True)).double(), torch.randn(5, 6, 4, 4, dtype=torch.float64)
+    expected, chosen = copy.deepcopy(model)(x), plan_of_images(model, x)
+    for found in run_on_threads(2, lambda group: Distributed(model, chosen, group, x)(x)):
+        torch.testing.assert_close(found, expected)
+
+
 def plan_of_images(model: nn.Module, x: Tensor) -> Any:
     return named_plan("data", trace(model, x).graph, len(x), Speeds((3.0, 2.0)))
