@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from convoy.comm.group import Group, present
+from convoy.errors import InputError
 from convoy.layout.layout import Tiles, held_entries
 from convoy.model.graph import Layer
 from convoy.model.operation import TracedModel
@@ -94,6 +95,13 @@ class Executor:
         made = compile_device(steps, graph, self.group.device, missing=missing, left=left)
         with_gradients = without_gradients(steps, graph, missing) if missing else steps
         computed = [s for s in with_gradients.phase("backward") if isinstance(s, ComputeStep) and s.part != "input"]
+        returned = {s.layer for s in with_gradients.phase("backward") if isinstance(s, ComputeStep)}
+        again = [layer.name for layer in graph.layers.values() if layer.recomputed and layer.statistics]
+        if returned and (silent := [name for name in again if name not in returned]):
+            raise InputError(
+                f"batch norm {silent[0]!r} is in training mode under torch.utils.checkpoint, and no gradient reaches it: "
+                "call eval() on it, or leave it out of the checkpoint, which would update its statistics twice"
+            )
         reached = tuple(dict.fromkeys(p.key for step in computed for p in graph[step.layer].trainable))
         program = Program(steps, made, graph, reached)
         program.segments.update((op.number, self._segment(op)) for op in made.forward if isinstance(op, ops.Fused))

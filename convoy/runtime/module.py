@@ -20,7 +20,7 @@ from convoy.errors import ConvoyError, InputError
 from convoy.layout.layout import Layout, Replicated, Shape, everywhere
 from convoy.model.nested import Arguments, CallForm, Example, arguments_of
 from convoy.model.operation import TracedModel, fill, with_trained
-from convoy.model.tracing import StateWatch, copied, disable_in_place, samples_in, trace, unwrapped
+from convoy.model.tracing import StateWatch, copied, samples_in, trace, unwrapped
 from convoy.model.tracing.live import is_inside
 from convoy.plan.plan import Plan
 from convoy.plan.steps import StepList, Value
@@ -99,7 +99,7 @@ class Distributed(nn.Module):
         self._expected_s: Expected = by_arithmetic
         self._set_plan(plan)
         self._in_place = [path for path, m in model.named_modules() if getattr(m, "inplace", False)]
-        self.module = disable_in_place(model if takes_over else copied_without_weights(model, group.torch_device))
+        self.module = model if takes_over else copied_without_weights(model, group.torch_device)
         self.weights = Weights(group, self.module, self.parameters_by_key, self._in_use)
         self.calls = shards.CallGuard()
         self.weights.cut(model)
@@ -260,9 +260,9 @@ class Distributed(nn.Module):
     def _bind(self) -> None:
         self._make_ready()
         parts = [*filter(None, self.traced[True].parts)]
-        for path in self._in_place if self.traced[True].live is not None else ():
-            if not is_inside(path, parts):  # the model's own forward may use that its input changes
-                self.module.get_submodule(path).inplace = True  # type: ignore[assignment]
+        for path in self._in_place:  # only the model's own forward may use that an input changes
+            own = self.traced[True].live is not None and not is_inside(path, parts)
+            self.module.get_submodule(path).inplace = own  # type: ignore[assignment]
         for path in parts:
             module: Any = self.module.get_submodule(path)
             module.forward = SplitForward(module, path, self._run, lambda: self.traced[self.training])

@@ -59,7 +59,6 @@ def test_calls_that_look_at_other_samples_run_on_one_device_alone(name: str) -> 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # in evaluation, as in plain PyTorch
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.filterwarnings("ignore:Kept checkpoints activations")
 def test_checkpointed_blocks_are_split_and_learn(norm: bool) -> None:
     """torch's recomputation in backward updates the running statistics of a batch norm a second time."""
     torch.manual_seed(0)

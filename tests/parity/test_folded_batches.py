@@ -62,7 +62,6 @@ def two_views() -> nn.Module:
     return Net(lambda x: torch.cat([x[:, 0], x[:, 1].flip(3)]), lambda y, _x: y.chunk(2)[0] * y.chunk(2)[1])
 
 
-@pytest.mark.filterwarnings("ignore:Recomputed checkpoints activations")
 @pytest.mark.parametrize(("plan", "speeds"), PLANS)
 @pytest.mark.parametrize("net", [frames, patches, recomputed, time_first, two_views])
 def test_folded_batches_train_as_on_one_device(

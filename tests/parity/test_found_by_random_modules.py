@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from convoy.comm.group import Group
+from convoy.errors import InputError
 from convoy.model.operation import Operation, Ref, call_operation
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
@@ -417,3 +419,53 @@ class Assigning(nn.Module):
 
 def test_a_buffer_that_forward_assigns_is_that_of_one_device() -> None:
     assert difference(Assigning(), (3, 6, 6), plan="data-by-speed") < 1e-10
+
+
+class WeightReadTwice(nn.Module):
+    """Of seed 5004536: in evaluation, a bare weight became an output of the layer that copies in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 3, 3, padding=1), nn.Linear(108, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.clone()
+        y.copy_(x * 0.5)
+        return self.fc((self.conv(y) + 0.01 * self.conv.weight.mean()).flatten(1))
+
+
+def test_a_weight_that_is_read_inside_and_outside_of_a_layer() -> None:
+    assert difference(WeightReadTwice(), (3, 6, 6), plan="model") < 1e-10
+
+
+def test_inactive_dropout_in_a_region_draws_nothing() -> None:
+    """Of seed 5002684: the name of the module was taken for that of a function."""
+
+    class Clamped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = nn.Dropout(0.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 1
+            x.masked_fill_(x > 1, 1.0)
+            return self.dropout(x)
+
+    assert not any(layer.random for layer in trace(Clamped(), images(2)).graph.layers.values())
+
+
+def test_checkpointed_batch_norm_without_gradient_is_refused() -> None:
+    """Of seed 5004772: one device calls it twice in a step, but its backward, which calls it again here, did not run."""
+
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.conv = nn.BatchNorm2d(3).requires_grad_(False), nn.Conv2d(3, 3, 1)
+            self.fc = nn.Linear(108, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = checkpoint(lambda x: self.conv(self.norm(x)), x, use_reentrant=False)
+            return self.fc(y.flatten(1))  # type: ignore[union-attr]
+
+    with pytest.raises(InputError, match="'norm' is in training mode under"):
+        difference(Frozen(), (3, 6, 6), plan="data")

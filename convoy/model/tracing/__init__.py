@@ -108,7 +108,7 @@ def trace(
         )
     if training and any(layer.recomputed for layer in traced.graph.layers.values()):
         note = "checkpoints activations. The distributed model computes the same numbers, but keeps them in memory"
-        warnings.warn(f"{type(inner).__name__} {note}", stacklevel=2)
+        traced = replace(traced, note=f"{type(inner).__name__} {note}")
     return traced
 
 

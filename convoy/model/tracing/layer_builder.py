@@ -102,7 +102,7 @@ class LayerBuilder:
     def _keys_of(self, node: fx.Node) -> set[str]:
         module = self._module(node)
         if module is None or node in self._norms:
-            return {str(node.target)} if node.op == "get_attr" else set()
+            return set()  # a bare parameter has no batch axis, so it cannot be an output of a region
         return {self._keys[f"{node.target}.{key}"] for key, _ in module.named_parameters()}
 
     def _emit(self, node: fx.Node, above: list[list[fx.Node]]) -> None:
@@ -233,7 +233,7 @@ class LayerBuilder:
             name, "opaque", tuple(refs), tuple(small[0].shape[1:]), parameters, several=several,
             flop=sum(values.flop[n] for n in calls), dtype=dtype_name(small[0].dtype),
             differentiable=any(map(is_floating, small)) and any(values.passes_gradient(n) for n in group),
-            random=any(draws_random(n) or has_dropout(self._module(n)) for n in calls),
+            random=any(map(self._draws, calls)),
             recomputed=any(n.meta["recomputed"] for n in calls),
         )  # fmt: skip
         why = "it is one layer in the other mode" if len(group) > 1 else "a sample has several rows of it"
@@ -352,11 +352,14 @@ class LayerBuilder:
             self._uses.setdefault(full, []).append(name)
         return result
 
+    def _draws(self, node: fx.Node) -> bool:
+        """Return whether a call draws random numbers."""
+        module = self._module(node)
+        return draws_random(node) if module is None else node not in self._norms and has_dropout(module)
+
     def _with_samples(self, node: fx.Node, operation: Operation, layer: Layer, found: Known) -> Layer:
         """Return the layer, with the information whether it draws random numbers and whether samples are independent."""
-        module = self._module(node)
-        random = draws_random(node) if module is None else node not in self._norms and has_dropout(module)
-        layer = replace(layer, random=random)
+        module, layer = self._module(node), replace(layer, random=self._draws(node))
         counts = mentions_batch((operation.args, dict(operation.kwargs)))
         if counts and found.operation is None and layer.kind not in ("opaque", "flatten", "cat"):
             # A number computed from the batch size refers to the global batch, not to this device's samples.
