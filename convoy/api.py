@@ -166,6 +166,7 @@ def distribute(
         precision: in which its layers compute: "float32" (the type that the model has), "bf16" or "fp16"; see `compute_in`.
             Weights and messages keep their type. With fp16, use `convoy.GradScaler` for the loss.
         cuda_graphs: on NVIDIA GPUs, launch runs of layers as CUDA graphs; it keeps activations' memory between steps.
+        takes_over: change the model in place, and take global batches, as `prepare` does; False: copy it.
     """
     part = Distributed(model, plan, group, example, slowdown=slowdown, cuda_graphs=cuda_graphs, takes_over=takes_over)
     compute_in(part, precision)

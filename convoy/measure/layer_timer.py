@@ -233,6 +233,9 @@ class SharedStatistics(Arithmetic):
         return self.norm.backward(x, g, by, row, row, wants[0])
 
 
+_BY_PIXELS = ("batch_norm", "elementwise", "join", "cat")  # kinds of layers
+
+
 def timed_rows(graph: Graph, layer: Layer) -> tuple[int, int]:
     """Return the rows of an image that a layer reads, and how many of them are timed. (1, 1): the layer takes whole images."""
     sources = [graph[name] for name in layer.inputs]
@@ -244,9 +247,6 @@ def timed_rows(graph: Graph, layer: Layer) -> tuple[int, int]:
     size_bytes = 4 * sum(map(math.prod, (*shapes, layer.shape)))
     rows = shapes[0][1]
     return rows, min(rows, max(LEAST_ROWS, rows * LARGE_BYTES // size_bytes))
-
-
-_BY_PIXELS = ("batch_norm", "elementwise", "join", "cat")
 
 
 @contextmanager
