@@ -168,8 +168,8 @@ class LayerBuilder:
         layer = self._with_samples(node, operation, layer, found)
         if saved := self.values.saved(node):
             names = [self._names.get(n) for n in saved[0] if n is not None]
-            places = [i for i, read in enumerate(refs) if read in names]
-            layer = replace(layer, saved=(*places, *[-1][: None in saved[0]]), saved_bytes=saved[1])
+            places = [i for i, read in enumerate(refs) if read in names] + ([-1] if None in saved[0] else [])
+            layer = replace(layer, saved=tuple(places), saved_bytes=saved[1])
         self._names[node], self._shown[name] = name, small
         self._layers[name], self._operations[name] = layer, operation
         if not found.trusted:
