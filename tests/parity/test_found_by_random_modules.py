@@ -469,3 +469,22 @@ def test_checkpointed_batch_norm_without_gradient_is_refused() -> None:
 
     with pytest.raises(InputError, match="'norm' is in training mode under"):
         difference(Frozen(), (3, 6, 6), plan="data")
+
+
+def test_batch_norm_in_nested_checkpoints_equals_one_device() -> None:
+    """Of seed 6004299: backward repeats the inner forward twice or once, depending on what follows it."""
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1))
+            self.fc = nn.Linear(108, 5)
+
+        def inner(self, x: Tensor) -> Tensor:
+            return torch.relu(checkpoint(self.block, x, use_reentrant=False))  # type: ignore[arg-type]
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = checkpoint(self.inner, x, use_reentrant=False)
+            return self.fc(y.flatten(1))  # type: ignore[union-attr]
+
+    assert difference(Nested(), (3, 6, 6), plan="data") < 1e-10

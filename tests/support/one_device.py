@@ -316,9 +316,11 @@ def one_trace(*model: Any) -> Iterator[None]:
 
     def cached(whole: nn.Module, example: Any, *, training: bool = True, **like: Any) -> TracedModel:
         with _TRACING:
+            if like:  # a new size or mode: the model is a copy, whose id another copy may get later
+                return original(whole, example, training=training, **like)
             key = (*(model or (id(whole),)), training)
             if key not in known:
-                known[key] = original(whole, example, training=training, **like)
+                known[key] = original(whole, example, training=training)
             return known[key]
 
     lowered = _Lowered()

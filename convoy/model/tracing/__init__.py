@@ -253,8 +253,7 @@ class _Capture:
     """
 
     def __init__(self, model: nn.Module, call: CallForm, examples: Sequence[Tensor], like: TracedModel | None) -> None:
-        self.model, self.call = model, call
-        self.meta = meta_copy(self.model)
+        self.model, self.call, self.meta = model, call, meta_copy(model)
         self.specs: list[Spec] = [(tuple(e.shape[1:]), e.dtype) for e in examples]
         self.overwrites = False
         self.together: list[set[str]] = []

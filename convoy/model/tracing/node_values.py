@@ -134,8 +134,7 @@ class Sizes:
         if pair is None or node in self._counted or not all(isinstance(v, Tensor | tuple | list) for v in pair):
             return None
         if isinstance(pair[0], Tensor):
-            shape = self.shape(node)
-            return shape[0] if shape else None
+            return (self.shape(node) or (None,))[0]
         return len(pair[0]) if len(pair[0]) == len(pair[1]) else None
 
     def _evaluated(self, node: fx.Node) -> Pair | None:

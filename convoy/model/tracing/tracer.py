@@ -186,7 +186,7 @@ class _Tracer(fx.Tracer):
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, *args, **kwargs)
         # A trace has no `with` blocks, so record torch.no_grad() here, except for parameters: all their uses share a node.
-        node.meta["recomputed"] = _is_checkpointed()
+        node.meta["recomputed"] = _repeats() > 0
         node.meta["no_grad"] = not torch.is_grad_enabled() and kind != "get_attr"
         stack = node.meta.get("nn_module_stack")
         node.meta["where"] = next(reversed(stack.values()))[0] if stack else ""
@@ -205,8 +205,8 @@ class _Tracer(fx.Tracer):
         """Refuse contexts that a trace would lose: autocast, saved-tensor hooks, autograd.Function."""
         if _autocasts() > self._autocasts:
             raise Untraceable("its forward switches autocast on or off")
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None and not _is_checkpointed():
-            raise Untraceable("its forward has hooks on what autograd keeps")
+        if _repeats() > 1:
+            raise Untraceable("its forward has hooks on what autograd keeps, or a checkpoint within a checkpoint")
         while frame is not None and frame.f_code not in _BOUNDARIES:
             if frame.f_code is _APPLY:
                 raise Untraceable("its forward calls an autograd.Function, which has its own backward")
@@ -228,10 +228,8 @@ class _Tracer(fx.Tracer):
 
 def _is_of_torch(thing: Any) -> bool:
     """Return whether a function, or a module's class, has no Python that may behave differently in a later step."""
-    home = (getattr(type(thing) if isinstance(thing, nn.Module) else thing, "__module__", None) or "torch").partition(
-        "."
-    )[0]
-    return home in ("torch", "torchvision", "_operator", "operator", "math", "builtins")
+    home = getattr(type(thing) if isinstance(thing, nn.Module) else thing, "__module__", None) or "torch"
+    return home.partition(".")[0] in ("torch", "torchvision", "_operator", "operator", "math", "builtins")
 
 
 def _unlike_its_class(module: nn.Module) -> str:
@@ -244,10 +242,15 @@ _APPLY = inspect.unwrap(torch.autograd.Function.apply.__func__).__code__  # type
 _BOUNDARIES = (_Tracer.call_module.__code__, nodes_of.__code__)
 
 
-def _is_checkpointed() -> bool:
-    """Return whether torch.utils.checkpoint (use_reentrant=False) computes calls made here again in backward."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__
+def _repeats() -> int:
+    """Return how often torch.utils.checkpoint (use_reentrant=False) repeats calls made here in backward. 2: it depends."""
+    autograd: Any = torch._C._autograd
+    if (hooks := autograd._top_saved_tensors_default_hooks(True)) is None:
+        return 0
+    autograd._pop_saved_tensors_default_hooks()
+    outer = autograd._top_saved_tensors_default_hooks(True)
+    autograd._push_saved_tensors_default_hooks(*hooks)
+    return 1 if outer is None and getattr(hooks[0], "__module__", "") == checkpoint.__name__ else 2
 
 
 def _autocasts() -> int:
@@ -262,8 +265,8 @@ class _ConcreteTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module, sizes: Sizes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._sizes = sizes
-        held = [*model.named_parameters(), *model.named_buffers()]
-        self._held = {t.untyped_storage()._cdata: key for key, t in held}
+        named = (*model.named_parameters(), *model.named_buffers())
+        self._held = {t.untyped_storage()._cdata: key for key, t in named}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._sizes.evaluating:
@@ -279,9 +282,8 @@ def _why(error: Exception) -> str:
     """Return why a forward cannot be traced, with the place in the user's code."""
     if isinstance(error, Untraceable):
         return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
     inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    own = [f for f in frames if not f.filename.startswith(inside)]
+    own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inside)]
     where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     return f"torch.fx cannot trace it: {first_line(error)}{where}"
 
