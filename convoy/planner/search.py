@@ -317,7 +317,7 @@ class Search:
         stays = self.model.request.outputs == "where-computed"
         wanted = Split(0, self.by_batch.shares) if stays else everywhere(self.devices)
         to, found = self._number(wanted), dict(zip(live, where, strict=True))
-        return sum(
+        return self.model.live_s + sum(
             self._move_s(found[name][0], to, name, back=stays)
             for name in self.graph.outputs
             if to not in found[name] and not (stays and by_samples(self.layouts[found[name][0]]))
