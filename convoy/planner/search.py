@@ -217,6 +217,8 @@ class Search:
             for strategy in self._weighted(layer, where[layer.inputs[0]]):
                 if self.only.get(layer.name, strategy.name) == strategy.name:
                     yield strategy, self._place(layer, strategy)
+            if (followed := follow(self.graph, layer, leading, self.devices)) is not None:
+                yield None, followed
             return
         fallback, placed = unnamed(self.graph, layer, leading, self.by_batch, self.batch, self.devices)
         if fallback is None or leading is None or not layer.batched:
