@@ -28,7 +28,7 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
 from convoy.plan.steps import ComputeStep, Part
-from convoy.plan.strategy import Channel, Filter, One, Placement, place
+from convoy.plan.strategy import Channel, Filter, One, Placement, place, tile_cuts
 from convoy.runtime.batch_norm import GlobalBatchNorm
 from convoy.runtime.clock import Clock
 from convoy.runtime.kernels import Arithmetic, Gradients, arithmetic, in_precision
@@ -233,16 +233,14 @@ class SharedStatistics(Arithmetic):
         return self.norm.backward(x, g, by, row, row, wants[0])
 
 
-_BY_PIXELS = ("batch_norm", "elementwise", "join", "cat")  # kinds of layers
-
-
 def timed_rows(graph: Graph, layer: Layer) -> tuple[int, int]:
     """Return the rows of an image that a layer reads, and how many of them are timed. (1, 1): the layer takes whole images."""
     sources = [graph[name] for name in layer.inputs]
-    shapes = [source.shape for source in sources if source.batched and not source.several]
-    slides = layer.windows[0].kind not in ("nearest", "linear") if layer.windows else layer.kind in _BY_PIXELS
-    alike = len({shape[1:] for shape in shapes}) == 1 and len(shapes) == len(sources)
-    if not slides or not alike or len(layer.shape) < 2:
+    shapes = [source.shape for source in sources if source.batched]
+    if len({shape[1:] for shape in shapes}) != 1 or any(source.several for source in sources) or len(shapes[0]) < 2:
+        return 1, 1
+    by_rows = (cut.parts == shapes[0][1] for cut in tile_cuts(graph, layer) if {2} <= {*cut.inputs} <= {2, None})
+    if not (layer.windows[0].kind not in ("nearest", "linear") if layer.windows else any(by_rows)):
         return 1, 1
     size_bytes = 4 * sum(map(math.prod, (*shapes, layer.shape)))
     rows = shapes[0][1]
@@ -334,7 +332,7 @@ def _inputs(
             inputs.append(run.forward(given, size.samples, False, [])[0])
         else:
             shape, dtype = local_shape(layout, 0, source.batch_shape(size.samples)), getattr(torch, source.dtype)
-            shape = (*shape[:2], timed, *shape[3:]) if timed < rows else shape
+            shape = (*shape[:2], timed, *shape[3:]) if timed < rows and source.batched else shape
             if not dtype.is_floating_point:
                 inputs.append(torch.zeros(shape, dtype=dtype, device=device))
                 continue

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import convoy.runtime.module
 from convoy.comm.group import Group
@@ -270,19 +271,29 @@ def _apart(a: Tensor, b: Tensor) -> float:
     return float(apart.nan_to_num(nan=math.inf).max()) if apart.numel() else 0.0
 
 
+class _Rounded(TorchDispatchMode):
+    """A mode that changes the results of sums and products by 1e-15, as another order of additions does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._draws = torch.Generator().manual_seed(0)  # not torch's own, from which a net may draw
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in _ROUNDED:
+            out = result[0] if isinstance(result, tuple) else result
+            out.mul_(1 + 1e-15 * torch.randn(out.shape, generator=self._draws, dtype=out.dtype))
+        return result
+
+
+_ROUNDED = ("mm", "addmm", "bmm", "baddbmm", "convolution", "native_batch_norm", "native_layer_norm", "mean")
+
+
 def _rounding(space: dict[str, Any], seed: int, given: list[Any], way: Way, expected: Left) -> float:
-    """Return how far one device differs from itself when images and inputs of batch norms change by 1e-15."""
+    """Return how far one device differs from itself if it rounds differently."""
     model = _built(space, seed)
-
-    def rounded(t: Tensor) -> Tensor:
-        return t * (1 + 1e-15 * torch.randn_like(t)) if t.is_floating_point() else t
-
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):  # it divides by the deviation, which may be 0
-            module.register_forward_pre_hook(lambda _, inputs: tuple(map(rounded, inputs)))
-    other = _train(
-        model, [tuple(map(rounded, x)) for x in given], space, way, lambda m, x: m(*x), lambda m: m.state_dict()
-    )
+    with _Rounded():
+        other = _train(model, given, space, way, lambda m, x: m(*x), lambda m: m.state_dict())
     if other.forms != expected.forms:
         return math.inf
     return max((_apart(other.numbers[k], v) for k, v in expected.numbers.items()), default=0.0)
