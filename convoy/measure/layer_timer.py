@@ -240,7 +240,7 @@ def timed_rows(graph: Graph, layer: Layer) -> tuple[int, int]:
     if len({shape[1:] for shape in shapes}) != 1 or any(source.several for source in sources) or len(shapes[0]) < 2:
         return 1, 1
     by_rows = (cut.parts == shapes[0][1] for cut in tile_cuts(graph, layer) if {2} <= {*cut.inputs} <= {2, None})
-    if not (layer.windows[0].kind not in ("nearest", "linear") if layer.windows else any(by_rows)):
+    if not (layer.windows[0].kind not in ("nearest", "linear", "unshuffle") if layer.windows else any(by_rows)):
         return 1, 1
     size_bytes = 4 * sum(map(math.prod, (*shapes, layer.shape)))
     rows = shapes[0][1]

@@ -290,11 +290,12 @@ def test_a_disturbed_small_size_does_not_stop_the_grid(monkeypatch: pytest.Monke
 
 def test_large_images_are_timed_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole image may fit in no device's memory."""
-    model = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+    pixels = (nn.ReLU(), nn.LayerNorm(4), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), *pixels, nn.AdaptiveMaxPool2d(1))
     traced = trace(model, torch.zeros(2, 3, 512, 8))
     monkeypatch.setattr("convoy.measure.layer_timer.LARGE_BYTES", 10_000)
     timer, reads = quick_timer(model, traced), dict[str, int]()
-    for name in ("0", "1", "2", "3"):
+    for name in "012345":
         layer = traced.graph[name]
         size = whole_size(layer, 2)
         with torch.no_grad(), workload(model, traced, layer, size, (True,), backward=True) as work:
@@ -302,7 +303,7 @@ def test_large_images_are_timed_in_part(monkeypatch: pytest.MonkeyPatch) -> None
             reads[name] = work.inputs[0].shape[2]
         timer.timings[name, size] = Timing([1.0], [3.0])
         assert timer._times(name, size)[:2] == (layer_rows(name) / reads[name], 3 * layer_rows(name) / reads[name])
-    assert reads == {"0": 78, "1": 78, "2": 78, "3": 256}
+    assert reads == {"0": 78, "1": 78, "2": 78, "3": 78, "4": 78, "5": 256}
 
 
 def layer_rows(name: str) -> int:
