@@ -63,6 +63,11 @@ class Tiles:
 
     boxes: tuple[Box | None, ...]
 
+    @property
+    def channels_last(self) -> bool:
+        """Whether the second axis is split, so that it has rows of images, not channels."""
+        return len({b[1:2] for b in self.boxes if b is not None}) > 1
+
     def __str__(self) -> str:
         return f"tiles({_text(self.boxes)})"
 

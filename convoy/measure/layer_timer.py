@@ -322,7 +322,8 @@ def _inputs(
             inputs.append(run.forward(given, size.samples, False, [])[0])
         else:
             shape, dtype = local_shape(layout, 0, source.batch_shape(size.samples)), getattr(torch, source.dtype)
-            shape = (*shape[:2], _whole_rows(size, rows), *shape[3:]) if size.tile < 1.0 else shape
+            cut = size.tile < 1.0 and source.batched
+            shape = (*shape[:2], _whole_rows(size, rows), *shape[3:]) if cut else shape
             if not dtype.is_floating_point:
                 inputs.append(torch.zeros(shape, dtype=dtype, device=device))
                 continue

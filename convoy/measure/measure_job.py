@@ -28,7 +28,7 @@ from convoy.measure.device_info import (
 )
 from convoy.measure.layer_timer import LayerTimer
 from convoy.measure.link_probe import measure_links
-from convoy.measure.overhead_probe import find_quota, loss_shapes, measure_overheads, measure_sync
+from convoy.measure.overhead_probe import find_quota, loss_shapes, measure_live, measure_overheads, measure_sync
 from convoy.measure.timed_sizes import first_allowance_s, sizes_of_plans, timing_s
 from convoy.measure.timing import SLICE_S, TURN_ROUNDS, Now, Progress, RoundTimer, plain_torch
 from convoy.model.tracing import TracedModel
@@ -126,6 +126,7 @@ def measure_job(
     progress("overheads of a step")
     outputs = loss_shapes(traced.graph, batch)
     overheads, update_s = measure_overheads(device, timer.now, slice_s, wire.traffic[me].message_s, share, outputs)
+    overheads = replace(overheads, live_s_per_sample=measure_live(traced, model, batch, timer, options.precision))
     if options.slowdown > 1:  # after each segment the host waits for the device, so it does not run ahead
         overheads = replace(overheads, queue_s=0.0)
     every = [Overheads(**row) for row in gather(group, "overheads", asdict(overheads))]

@@ -8,30 +8,34 @@
   later one, and the calls find cold caches. So the devices compute tasks of equal length, first alone, then with an exchange
   after each. Jitter is the extra time of such an exchange over one at rest. The call factor is the ratio of their processor
   times. It is measured with one compute thread only: idle threads of OpenMP use processor time after each computation.
+- The forward of a model that runs live: what it computes outside of the split submodules, which every device does.
 """
 
 import math
 import statistics
 import time
+import timeit
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from convoy.comm.control_messages import gather
 from convoy.comm.group import Arrived, Group, Message, Pending
 from convoy.layout.layout import Split, everywhere
-from convoy.machine.accelerator import bring
+from convoy.machine.accelerator import bring, to_device
 from convoy.measure.device_info import quota_cores
 from convoy.measure.layer_timer import workload
 from convoy.measure.link_probe import WireTimes
 from convoy.measure.timing import (
     CORE_BYTES,
     PROCESSOR_BYTES,
+    ROUNDS,
     SLICE_S,
     ColdCaches,
     Now,
@@ -41,13 +45,16 @@ from convoy.measure.timing import (
     typical,
 )
 from convoy.model.graph import Graph
-from convoy.model.tracing import trace
+from convoy.model.nested import arguments_of, map_tensors, tensors_of
+from convoy.model.tracing import TracedModel, samples_in, trace, unwrapped, without_hooks
+from convoy.model.tracing.copies import timed_copy
 from convoy.plan.device_program import whole_size
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Move, Value
 from convoy.runtime.clock import Clock
 from convoy.runtime.exchange import StartedMove
 from convoy.runtime.module import Distributed
+from convoy.runtime.precision import dtype_named
 from convoy.simulate.costs import FRESH_BYTES, Overheads
 
 LAYERS, TENSORS, PEERS = (1, 9), (1, 33), (1, 5)
@@ -129,6 +136,58 @@ def measure_overheads(
     # `step_s` and `update_s_per_tensor` contain the seconds of the call.
     update_s = max(0.0, seconds(_optimizer([updated], device)) - update_none_s - tensor_s)
     return found, update_s / updated
+
+
+@plain_torch()
+def measure_live(traced: TracedModel, model: nn.Module, batch: int, timer: RoundTimer, precision: str) -> float:
+    """Return this device's seconds per sample of a live model outside of its split submodules: forward, backward, update.
+
+    The example is repeated to the batch. So are the results of the submodules, which compute only once.
+    """
+    if not traced.live:
+        return 0.0
+    device, dtype = timer.clock.device, dtype_named(precision)
+    local = to_device(timed_copy(without_hooks(unwrapped(model), True)), device)
+    optimizer = torch.optim.SGD(local.parameters(), lr=0.0, momentum=0.9)
+    results, given = dict[str, tuple[int, Any]](), list[Tensor]()
+
+    def split(path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tensors = tensors_of([args, kwargs])
+        if path not in results:
+            made = map_tensors(forward(*args, **kwargs), lambda t: t.detach().requires_grad_(t.requires_grad))
+            results[path] = len(tensors[0]), made
+        given.extend(t for t in tensors if t.requires_grad)  # backward continues there
+        rows, made = results[path]
+        return _repeated(made, rows, len(tensors[0]) // rows)
+
+    for module, part in ((local.get_submodule(part.path), part) for part in traced.live):
+        module.forward = partial(split, part.path, module.forward)
+
+    def work() -> None:
+        torch.manual_seed(0)  # random sizes must be those of the results
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
+            result = local(*args, **kwargs)
+        roots = [t.square().mean() for t in tensors_of(result) if t.requires_grad] + given
+        torch.autograd.backward(roots, [torch.zeros_like(t) for t in roots])
+        optimizer.step()
+        optimizer.zero_grad()
+        given.clear()
+
+    args, kwargs = map_tensors(arguments_of(traced.example), lambda t: t.to(device))
+    work()
+    values = [*args, *kwargs.values()]
+    samples, lists = max(1, samples_in(values)), isinstance(values[0], list | tuple)
+    repeat = partial(_repeated, rows=samples, times=max(1, batch // samples), lists=lists)
+    args, kwargs = [*map(repeat, args)], {key: repeat(value) for key, value in kwargs.items()}
+    each_s = timeit.repeat(work, timer=timer.now, repeat=1 + ROUNDS, number=1)[1:]
+    return typical(each_s) / max(1, samples_in([*args, *kwargs.values()]))
+
+
+def _repeated(value: Any, rows: int, times: int, lists: bool = False) -> Any:
+    """Repeat the samples of a batch: the entries of lists, or the rows of tensors."""
+    if lists and isinstance(value, list | tuple) and len(value) == rows:
+        return value * times
+    return map_tensors(value, lambda t: torch.cat([t] * times) if t.shape[:1] == (rows,) else t.clone())
 
 
 def loss_shapes(graph: Graph, batch: int) -> list[tuple[int, ...]]:

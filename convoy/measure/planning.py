@@ -218,14 +218,17 @@ def _choice(request: PlanRequest, falls_back: bool) -> dict[str, Any]:
     found = Counter(row.strategy for row in layer_rows(first.plan, request.graph) if request.graph[row.layer].weighted)
     splits = f"layers with weights: {', '.join(f'{count} {strategy}' for strategy, count in found.most_common())}"
     rates = (first.samples_per_s, request.batch / first.within.high, request.batch / first.within.low, speeds[fastest])
+    is_slower = len(busy) == 1 < len(work) or first.samples_per_s < speeds[fastest]
+    live_s = request.batch * max((each.live_s_per_sample for each in request.costs.overheads), default=0.0)
+    rest = f"; the rest of the forward on each device: up to {live_s:.2g} of {first.step_s:.2g} s" if live_s else ""
     rate, low, high, solo = (f"{float(f'{each:.3g}'):,.10g}" for each in rates)
     return {
         "plans": [row.plan.to_json() for row in rows], "step_s": [row.step_s for row in rows],
         "spread": [row.spread for row in rows], "speeds": speeds,
         "is_certain": is_certain, "fell_back": fell_back,
         "lines": [
-            f"plan auto: {'one device is faster than several' if len(busy) == 1 < len(work) else splits}",
-            f"arithmetic: {', '.join(busy)}",
+            f"plan auto: {'one device is faster than several' if is_slower else splits}",
+            f"arithmetic: {', '.join(busy)}{rest}",
             f"predicted: {rate} samples/s (nine of ten: {low} - {high}); device {fastest} alone: {solo}",
         ],
     }  # fmt: skip

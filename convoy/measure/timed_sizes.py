@@ -16,7 +16,7 @@ from convoy.plan.device_program import LocalSize, local_size, sizes_in_chunks, w
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS
 from convoy.plan.steps import ComputeStep, StepList
-from convoy.plan.strategy import cuts
+from convoy.plan.strategy import cuts, tile_cuts
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.planner import candidates
 from convoy.planner.request import PlanRequest
@@ -96,16 +96,14 @@ def granule(graph: Graph, layer: Layer) -> int | None:
     return None if cut is None else whole_size(layer, 1).outputs // cut.parts
 
 
-_BY_PIXELS = ("batch_norm", "elementwise", "join", "cat")  # kinds of layers
-
-
 def timed_rows(graph: Graph, layer: Layer) -> tuple[int, float, float]:
     """Return the rows of an image that a layer reads, and the least and the most images to time; 0 rows: only whole images."""
     sources = [graph[name] for name in layer.inputs]
-    shapes = [source.shape for source in sources if source.batched and not source.several]
-    slides = layer.windows[0].kind not in ("nearest", "linear") if layer.windows else layer.kind in _BY_PIXELS
-    alike = len({shape[1:] for shape in shapes}) == 1 and len(shapes) == len(sources)
-    if not slides or not alike or len(layer.shape) < 2:
+    shapes = [source.shape for source in sources if source.batched]
+    if len({shape[1:] for shape in shapes}) != 1 or any(source.several for source in sources) or len(shapes[0]) < 2:
+        return 0, 1.0, math.inf
+    by_rows = (cut.parts == shapes[0][1] for cut in tile_cuts(graph, layer) if {2} <= {*cut.inputs} <= {2, None})
+    if not (layer.windows[0].kind not in ("nearest", "linear") if layer.windows else any(by_rows)):
         return 0, 1.0, math.inf
     rows, image_bytes = shapes[0][1], 4 * sum(map(math.prod, (*shapes, layer.shape)))
     reach = [(window.kernel - 1) * window.dilation + 1 for window in layer.windows[:1]]

@@ -118,6 +118,7 @@ class TracedModel:
             None: all of the model is traced.
         path: path of such a submodule.
         note: what runs on every device, and why; "" for all others.
+        example: the example of the trace of a model that runs live.
     """
 
     graph: Graph
@@ -129,6 +130,7 @@ class TracedModel:
     live: "tuple[TracedModel, ...] | None" = None
     path: str = ""
     note: str = ""
+    example: Any = field(default=None, compare=False, repr=False)
 
     @property
     def parts(self) -> "dict[str, TracedModel]":

@@ -189,7 +189,7 @@ class _Lowering:
         how = self.plan.otherwise
         default = OnOne(how.device) if isinstance(how, One) else Split(0, rescale(how.shares, self.batch))
         stay: Layout = next(filter(st.by_samples, own.values()), default)
-        kept = {name: layout if isinstance(layout, Tiles) else stay for name, layout in own.items()}
+        kept = {n: at if isinstance(at, Tiles) and not at.channels_last else stay for n, at in own.items()}
         return {name: kept.get(name, everyone) for name in self.graph.outputs}
 
     @property

@@ -85,7 +85,7 @@ def unnamed(
         return None, Placement((leading,), leading)
     # Without a batched input the layer depends only on parameters: every device computes it.
     reads_batch = leading is not None and layer.batched
-    if leading is not None and reads_batch and (not layer.weighted or layer.groups > 1):
+    if leading is not None and reads_batch:
         followed = follow(graph, layer, leading, devices)
         if followed is not None:
             return None, followed

@@ -5,7 +5,7 @@ follow the layout of their first input if their cuts allow it. A *cut* is an axi
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -245,16 +245,20 @@ def place(graph: Graph, layer: Layer, strategy: Strategy, batch: int, devices: i
 
 def follow(graph: Graph, layer: Layer, leading: Layout, devices: int) -> Placement | None:
     """Place a layer whose first batched input has layout `leading`; None if that input must be moved first."""
+    if layer.weighted and layer.groups == 1 and not (layer.kind == "linear" and isinstance(leading, Tiles)):
+        return None
     match leading:
         case Partial():
             return None
         case Tiles(boxes):
-            leader = next(name for name in layer.inputs if graph[name].batched)
-            before = graph[leader].batch_shape(max(b[0][1] for b in boxes if b is not None))
-            after = layer.batch_shape(before[0])
-            if len(before) != len(after) or layer.shared or not layer.per_sample:
+            free = tile_cuts(graph, layer)
+            if layer.shared or not layer.per_sample or layer.several or not free:
                 return None
-            return _in_tiles(graph, layer, Tiles(tuple(_rescaled(b, before, after) for b in boxes)))
+            first = next(i for i, name in enumerate(layer.inputs) if graph[name].batched)
+            before = graph[layer.inputs[first]].batch_shape(_batch_of(leading))
+            after = layer.batch_shape(before[0])
+            tiles = Tiles(tuple(_rescaled(b, before, after, free, first) for b in boxes))
+            return _in_tiles(graph, layer, tiles) if is_tiling(tiles.boxes, after) else None
         case Split(axis, shares) if axis > 0:
             if layer.shared:
                 return None
@@ -291,52 +295,71 @@ def _along(graph: Graph, layer: Layer, cut: Cut, shares: Shares) -> Placement | 
     return Placement(tuple(takes), split(cut.axis, layer.batch_shape(1)), parameters)
 
 
-def _rescaled(box: Box | None, before: Shape, after: Shape) -> Box | None:
-    """Return a tile of a tensor of shape `after` that corresponds to one of a tensor of shape `before`; None if empty."""
-    if box is None:
+def _batch_of(tiles: Tiles) -> int:
+    return max(b[0][1] for b in tiles.boxes if b is not None)
+
+
+def _rescaled(tile: Box | None, before: Shape, after: Shape, free: Sequence[Cut], number: int) -> Box | None:
+    """Return a tile of a layer's output that corresponds to one of input `number`; None if it is empty.
+
+    Args:
+        before, after: shapes of the input and of the output.
+        free: the output's axes that may be split; along the others, its tiles are whole.
+    """
+    if tile is None:
         return None
-    axes = zip(box, before, after, strict=True)
-    scaled = tuple(
-        ((2 * start * new + old) // (2 * old), (2 * stop * new + old) // (2 * old)) for (start, stop), old, new in axes
-    )
-    return scaled if all(start < stop for start, stop in scaled) else None
+    scaled = [tile[0], *whole(after)[1:]]
+    for cut in free:
+        if (axis := cut.inputs[number]) is not None:
+            old, new, entries = before[axis], cut.parts, after[cut.axis] // cut.parts
+            start, stop = ((2 * edge * new + old) // (2 * old) * entries for edge in tile[axis])
+            scaled[cut.axis] = start, stop
+    return tuple(scaled) if all(start < stop for start, stop in scaled) else None
 
 
 def _in_tiles(graph: Graph, layer: Layer, tiles: Tiles) -> Placement | None:
-    """Place a layer whose output is computed in tiles; None if it needs more than windows of its inputs."""
-    batch = max(b[0][1] for b in tiles.boxes if b is not None)
+    """Place a layer whose output is computed in tiles; None if it needs more than boxes of its inputs."""
+    batch, free = _batch_of(tiles), tile_cuts(graph, layer)
     takes: list[Layout] = []
-    for name in layer.inputs:
-        shape = graph[name].batch_shape(batch)
-        boxes = tuple(None if tile is None else _read(layer, tile, shape, batch) for tile in tiles.boxes)
+    for number, name in enumerate(layer.inputs):
+        boxes = tuple(tile and _read(layer, tile, free, number, graph[name], batch) for tile in tiles.boxes)
         if any(b is None and tile is not None for b, tile in zip(boxes, tiles.boxes, strict=True)):
             return None
-        takes.append(Tiles(boxes) if is_tiling(boxes, shape) else Windows(boxes))
+        takes.append(Tiles(boxes) if is_tiling(boxes, graph[name].batch_shape(batch)) else Windows(boxes))
     holding = Replicated(parameter_holders(layer, tiles, len(tiles.boxes)))
     return Placement(tuple(takes), tiles, dict.fromkeys(layer.parameters, holding))
 
 
-def _read(layer: Layer, tile: Box, shape: Shape, batch: int) -> Box | None:
-    """Return the box of an input of this shape that a tile of the output needs; None if it needs more than a box."""
-    whole_output = layer.batch_shape(batch)
-    if layer.windows:
-        spans = zip(layer.windows, tile[2:], strict=True)
-        channels = (0, shape[1]) if layer.weighted else tile[1]
-        if tile[1] != (0, whole_output[1]):
+def _read(layer: Layer, tile: Box, free: Sequence[Cut], number: int, source: Layer, batch: int) -> Box | None:
+    """Return the box of input `number` that a tile of the output needs; None if it needs more than a box."""
+    shape, output = source.batch_shape(batch), layer.batch_shape(batch)
+    split = {axis for axis, span in enumerate(tile) if span != (0, output[axis])}
+    if not split <= {cut.axis for cut in free} | (set() if layer.normalised else {0}):
+        return None
+    found = [tile[0], *whole(shape)[1:]] if source.batched else [*whole(shape)]
+    for cut in free:
+        span, entries = tile[cut.axis], output[cut.axis] // cut.parts
+        if any(edge % entries for edge in span):
             return None
-        return tile[0], channels, *(window.held(span) for window, span in spans)
+        if (axis := cut.inputs[number]) is not None:
+            start, stop = (edge // entries * (shape[axis] // cut.parts) for edge in span)
+            found[axis] = layer.windows[axis - 2].held(span) if layer.windows else (start, stop)
+    return tuple(found)
+
+
+def tile_cuts(graph: Graph, layer: Layer) -> tuple[Cut, ...]:
+    """Return the cuts along which tiles of a layer's output may lie, except along the batch axis."""
+    each = tuple(Cut(axis, extent, (axis,) * len(layer.inputs)) for axis, extent in enumerate(layer.shape, 1))
+    if layer.windows or layer.normalised or (layer.kind == "batch_norm" and layer.axis != 2):
+        return each[1:]
     match layer.kind:
-        case "elementwise" | "batch_norm" if layer.axis != 2:
-            return tile
-        case "parts" if layer.normalised and tile[:2] == whole(whole_output)[:2]:
-            return tile
-        case "join":
-            # Axes are aligned from the right. An input that is broadcast along an axis is read whole there.
-            aligned = zip(shape, tile[len(tile) - len(shape) :], whole_output[len(tile) - len(shape) :], strict=True)
-            return tuple(span if extent == output else (0, extent) for extent, span, output in aligned)
-        case "cat" if tile[layer.axis] == (0, whole_output[layer.axis]):
-            return (*tile[: layer.axis], (0, shape[layer.axis]), *tile[layer.axis + 1 :])
-    return None
+        case "linear":
+            return each[:-1]
+        case "cat" if not layer.axis:
+            return ()
+        case "elementwise" | "join" | "cat" | "parts":
+            return tuple(cut for cut in cuts(graph, layer) if not cut.parameters)
+    return ()
 
 
 def parameter_holders(layer: Layer, gives: Layout, devices: int) -> tuple[int, ...]:

@@ -51,7 +51,8 @@ def layer_rows(plan: Plan, graph: Graph, itemsize: int = 4) -> list[LayerRow]:
             shared = step.reads[0].layout if isinstance(layout, Partial) else layout
             shares = [*map(str, shared.shares)] if isinstance(shared, Split) else ["all"] * plan.devices
             if isinstance(shared, Tiles):  # positions, because each tile has all channels
-                shares = [str(held_entries(shared, d, value.shape) // value.shape[1]) for d in range(plan.devices)]
+                channels = value.shape[-1 if shared.channels_last else 1]
+                shares = [str(held_entries(shared, d, value.shape) // channels) for d in range(plan.devices)]
             parts = tuple(share if holds(layout, d) else "-" for d, share in enumerate(shares))
             name = "batch" if isinstance(layout, Split) and layout.axis == 0 else _STRATEGIES[type(layout)]
             rows.append(LayerRow(layer.name, layer.kind, name, parts, sent[layer.name], step.note or layer.reason))

@@ -246,6 +246,7 @@ class CostModel:
         self.counts = Counter(self.like(layer).name for layer in self.graph.layers.values() if layer.kind != "input")
         self.round_overhead_s = max((o.round_s + 2 * o.message_s for o in self.costs.overheads), default=0.0)
         self.jitter_s = max(self.costs.network.jitter_s, default=0.0)
+        self.live_s = self.batch * max((o.live_s_per_sample for o in self.costs.overheads), default=0.0)
         self.round_s = self.costs.network.largest_latency_s + self.round_overhead_s
         self.arithmetic: dict[tuple[str, int, LocalSize], float] = {}
         self.wholes: dict[tuple[int, int, bool], float] = {}

@@ -117,8 +117,8 @@ class PlanRequest:
             size = whole_size(layer, self.batch)
             device_s += sum(costs.times.seconds(device, layer, phase, size) for phase in phases)
             host_s += len(phases) * overhead.queue_s
-            if len(phases) == 2 and layer.name in graph.outputs and layer.batched:
-                device_s += overhead.loss_s((self.batch * math.prod(layer.shape),), costs.itemsize)
+        ends = [graph[name] for name in graph.outputs if name in trained_layers and graph[name].batched]
+        device_s += overhead.loss_s([self.batch * math.prod(e.shape) for e in ends], costs.itemsize, self.batch)
         return overhead.joined_s(device_s, host_s)
 
     def named(self, name: str) -> Plan:

@@ -217,6 +217,8 @@ class Search:
             for strategy in self._weighted(layer, where[layer.inputs[0]]):
                 if self.only.get(layer.name, strategy.name) == strategy.name:
                     yield strategy, self._place(layer, strategy)
+            if (followed := follow(self.graph, layer, leading, self.devices)) is not None:
+                yield None, followed
             return
         fallback, placed = unnamed(self.graph, layer, leading, self.by_batch, self.batch, self.devices)
         if fallback is None or leading is None or not layer.batched:
@@ -315,7 +317,7 @@ class Search:
         stays = self.model.request.outputs == "where-computed"
         wanted = Split(0, self.by_batch.shares) if stays else everywhere(self.devices)
         to, found = self._number(wanted), dict(zip(live, where, strict=True))
-        return sum(
+        return self.model.live_s + sum(
             self._move_s(found[name][0], to, name, back=stays)
             for name in self.graph.outputs
             if to not in found[name] and not (stays and by_samples(self.layouts[found[name][0]]))

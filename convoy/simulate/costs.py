@@ -82,6 +82,7 @@ class Overheads:
         loss_s_per_byte: for the loss and its gradient, per byte of the outputs.
         queue_s: for an accelerator's host to queue one layer's forward or backward; it replaces `layer_s`. 0 on a CPU. See
             `joined_s`.
+        live_s_per_sample: of a model that runs live, its own forward and backward outside of the split submodules.
     """
 
     step_s: float = 0.0
@@ -94,6 +95,7 @@ class Overheads:
     update_s_per_tensor: float = 0.0
     loss_s_per_byte: float = 0.0
     queue_s: float = 0.0
+    live_s_per_sample: float = 0.0
 
     def joined_s(self, device_s: float, host_s: float) -> float:
         """Return the seconds of work that takes a device and its host these seconds.
@@ -116,10 +118,11 @@ class Overheads:
             + fresh * self.fresh_s_per_byte
         )
 
-    def loss_s(self, outputs: Sequence[int], itemsize: int) -> float:
+    def loss_s(self, outputs: Sequence[int], itemsize: int, batch: int = 0) -> float:
         """Return the seconds of the loss, forward and backward, for outputs with these numbers of entries."""
-        if not self.loss_s_per_byte:
-            return 0.0
+        # A model that runs live has its forward instead: on every device, on the whole batch.
+        if self.live_s_per_sample or not self.loss_s_per_byte:
+            return self.live_s_per_sample * batch
         made = Handling(made=tuple(n for n in outputs for _ in range(LOSS_TENSORS)))
         return sum(outputs) * itemsize * self.loss_s_per_byte + self.handling_s(made, itemsize)
 

@@ -127,7 +127,7 @@ class _Pricer:
         """Yield the items of the loss and its gradient; with local outputs, also the sum of the devices' losses."""
         step = len(self.steps.steps) + 1
         held = [held_entries(v.layout, self.device, v.shape) for v in self.steps.outputs]
-        seconds = self.overhead.loss_s(held, self.costs.itemsize)
+        seconds = self.overhead.loss_s(held, self.costs.itemsize, self.steps.batch)
         if seconds and self.steps.phase("backward"):
             yield Work(step, LOSS, seconds)
         if not self.steps.joins_losses:

@@ -105,6 +105,7 @@ class DeviceCosts:
     other_load: Spread = 0.0
     loss_s_per_byte: Seconds = 0.0
     queue_s: Seconds = 0.0
+    live_s_per_sample: Seconds = 0.0
     process_bytes: Annotated[int, Strict(), Field(ge=0, le=2**50)] = 0
 
     @property

@@ -13,15 +13,8 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.strategy import Batch, Spatial
 from convoy.runtime.module import Distributed
-from tests.support.spatial_nets import difference, random_difference
+from tests.support.spatial_nets import PerPixel, PixelGate, difference, random_difference, spatial
 from tests.support.threads import run_on_threads
-
-
-def spatial(net: nn.Module, x: Tensor, devices: int, strategy: Spatial) -> Plan:
-    """Return a plan that gives one strategy to all layers that read windows of images."""
-    graph = trace(net, x).graph
-    plan = named_plan("data", graph, len(x), Speeds((1.0,) * devices))
-    return replace(plan, layers={name: strategy for name, layer in graph.layers.items() if layer.windows})
 
 
 def bottleneck() -> nn.Module:
@@ -48,6 +41,9 @@ CASES = {
     "batch norm, pooling": (bottleneck(), (17, 12)),
     "group norm": (nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3)), (9, 7)),
     "instance norm": (nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), nn.InstanceNorm2d(4, affine=True)), (9, 7)),
+    "layer norm and Linears of pixels": (nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), PerPixel(4), nn.Conv2d(4, 3, 3)), (9, 7)),
+    "layer norm and Linears of tokens": (nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), PerPixel(4, True)), (9, 7)),
+    "mean and maximum over channels": (nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), PixelGate()), (9, 7)),
     "one dimension": (nn.Sequential(nn.Conv1d(3, 4, 5, 2, 2), nn.BatchNorm1d(4), nn.MaxPool1d(2)), (23,)),
     "volumes": (nn.Sequential(nn.Conv3d(3, 4, 3, 1, 1), nn.BatchNorm3d(4), nn.AvgPool3d(2)), (8, 5, 6)),
     "volumes, transposed": (nn.Sequential(nn.Conv3d(3, 4, 2, 2), nn.ConvTranspose3d(4, 2, 2, 2)), (8, 5, 6)),

@@ -80,7 +80,9 @@ def test_measured_file_round_trips(measured: Measurement) -> None:
     assert Measurement.from_toml(text).to_toml() == text
 
 
-def point(layer: str = "conv1", samples: int = 4, outputs: int = 6, inputs: int = 3, **other: float | None) -> LayerPoint:
+def point(
+    layer: str = "conv1", samples: int = 4, outputs: int = 6, inputs: int = 3, **other: float | None
+) -> LayerPoint:
     values = {"forward_s": 1e-3, "backward_s": 2e-3, "spread": 0.1} | other
     return LayerPoint("a-cpu", layer, samples, outputs, inputs, **values)
 

@@ -38,6 +38,28 @@ class Joined(nn.Module):
         return x + y if self.adds else torch.cat((x, y), 1)
 
 
+class PerPixel(nn.Module):
+    """The second half of a ConvNeXt block: a layer norm and two Linears of each pixel's channels, or of tokens."""
+
+    def __init__(self, channels: int, tokens: bool = False) -> None:
+        super().__init__()
+        self.norm, self.tokens = nn.LayerNorm(channels), tokens
+        self.wide, self.narrow = nn.Linear(channels, 2 * channels), nn.Linear(2 * channels, channels)
+        self.scale = nn.Parameter(torch.ones(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.flatten(2).transpose(1, 2) if self.tokens else x.movedim(1, -1)
+        y = (self.scale * self.narrow(nn.functional.gelu(self.wide(self.norm(y))))).movedim(-1, 1)
+        return x + (y.unflatten(2, x.shape[2:]) if self.tokens else y)
+
+
+class PixelGate(nn.Module):
+    """Weights each pixel by the mean and the maximum over its channels, as in CBAM."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.softmax(torch.cat((x.mean(1, keepdim=True), x.amax(1, keepdim=True)), 1), 1)[:, :1]
+
+
 class UNet(nn.Module):
     """A small U-Net without norms, in one to three dimensions. Sides of images are multiples of 4."""
 
@@ -64,7 +86,9 @@ class UNet(nn.Module):
 def random_layer(draw: random.Random, dims: int, channels: int) -> tuple[nn.Module, int]:
     """Return a layer for a number of channels, and the channels of its output."""
     outputs, kernel, stride = 2 * draw.randint(1, 3), draw.randint(1, 4), draw.randint(1, 2)
-    kind = draw.choice(("conv", "conv", "conv", "transposed", "max", "average", "resize", "norm", "relu", "join"))
+    kind = draw.choice(
+        ("conv", "conv", "conv", "transposed", "max", "average", "resize", "norm", "relu", "join", "pixel")
+    )
     if kind == "conv":
         dilation, groups = draw.randint(1, 2), draw.choice((1, 1, 2))
         mode = draw.choice(("zeros", "zeros", "reflect", "replicate", "circular"))
@@ -90,6 +114,8 @@ def random_layer(draw: random.Random, dims: int, channels: int) -> tuple[nn.Modu
         return draw.choice((NORMS[dims](channels), NORMS[dims](channels), nn.GroupNorm(2, channels))), channels
     if kind == "relu":
         return nn.LeakyReLU(), channels
+    if kind == "pixel":
+        return draw.choice((PerPixel(channels), PerPixel(channels, tokens=True), PixelGate())), channels
     adds = draw.random() < 0.5
     branch = nn.Sequential(CONVOLUTIONS[dims](channels, channels, 3, padding=1), NORMS[dims](channels), nn.SiLU())
     return Joined(branch, adds), channels if adds else 2 * channels
@@ -164,6 +190,13 @@ def difference(net: nn.Module, plan: Plan, inputs: Sequence[Tensor]) -> float:
         return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True) if a.numel())
 
     return max(run_on_threads(plan.devices, work))
+
+
+def spatial(net: nn.Module, x: Tensor, devices: int, strategy: Spatial) -> Plan:
+    """Return a plan that gives one strategy to all layers that read windows of images."""
+    graph = trace(net, x).graph
+    plan = named_plan("data", graph, len(x), Speeds((1.0,) * devices))
+    return replace(plan, layers={name: strategy for name, layer in graph.layers.items() if layer.windows})
 
 
 def random_difference(seed: int) -> float:

@@ -68,7 +68,7 @@ def trace(
     """
     inner = unwrapped(model)
     check_parameters(inner)
-    state, copy, overwrites = State(dict(inner.named_modules())), partial(_copied, inner, training), False
+    state, copy, overwrites = State(dict(inner.named_modules())), partial(without_hooks, inner, training), False
     with TRACE_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the model's own warnings appear again in training
         before, call = state.forms(), None
@@ -93,7 +93,7 @@ def trace(
                 raise InputError(f"{type(inner).__name__} cannot be traced as it is now, because {reason}") from None
             traced = _live(inner, recorded, copy, like, reason.where)
             note = recorded.note(traced, str(reason))
-            traced = replace(traced, call=call, modes=modes_of(recorded.model), note=note)
+            traced = replace(traced, call=call, modes=modes_of(recorded.model), note=note, example=example)
         names = changed(before, state.forms())
     if names:
         raise InputError(
@@ -175,7 +175,7 @@ def _split(
     return live_model(traced, calls, type(model).__name__)
 
 
-def _copied(model: nn.Module, training: bool | None) -> nn.Module:
+def without_hooks(model: nn.Module, training: bool | None) -> nn.Module:
     """Return a copy on the CPU, in this mode (None: unchanged), without the user's hooks, which must not run in a trace."""
     try:
         local = copied(model, shared_parameters(model))
