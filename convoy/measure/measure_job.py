@@ -126,7 +126,7 @@ def measure_job(
     progress("overheads of a step")
     outputs = loss_shapes(traced.graph, batch)
     overheads, update_s = measure_overheads(device, timer.now, slice_s, wire.traffic[me].message_s, share, outputs)
-    overheads = replace(overheads, live_s_per_sample=measure_live(traced, model, batch, timer, options.precision))
+    overheads = measure_live(overheads, layers)
     if options.slowdown > 1:  # after each segment the host waits for the device, so it does not run ahead
         overheads = replace(overheads, queue_s=0.0)
     every = [Overheads(**row) for row in gather(group, "overheads", asdict(overheads))]

@@ -30,7 +30,7 @@ from convoy.comm.group import Arrived, Group, Message, Pending
 from convoy.layout.layout import Split, everywhere
 from convoy.machine.accelerator import bring, to_device
 from convoy.measure.device_info import quota_cores
-from convoy.measure.layer_timer import workload
+from convoy.measure.layer_timer import LayerTimer, workload
 from convoy.measure.link_probe import WireTimes
 from convoy.measure.timing import (
     CORE_BYTES,
@@ -46,8 +46,7 @@ from convoy.measure.timing import (
 )
 from convoy.model.graph import Graph
 from convoy.model.nested import arguments_of, map_tensors, tensors_of
-from convoy.model.tracing import TracedModel, samples_in, trace, unwrapped, without_hooks
-from convoy.model.tracing.copies import timed_copy
+from convoy.model.tracing import samples_in, trace, without_hooks
 from convoy.plan.device_program import whole_size
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Move, Value
@@ -139,15 +138,15 @@ def measure_overheads(
 
 
 @plain_torch()
-def measure_live(traced: TracedModel, model: nn.Module, batch: int, timer: RoundTimer, precision: str) -> float:
-    """Return this device's seconds per sample of a live model outside of its split submodules: forward, backward, update.
+def measure_live(overheads: Overheads, layers: LayerTimer) -> Overheads:
+    """Return the overheads with those of a live model: what it computes outside of its split submodules.
 
     The example is repeated to the batch. So are the results of the submodules, which compute only once.
     """
-    if not traced.live:
-        return 0.0
-    device, dtype = timer.clock.device, dtype_named(precision)
-    local = to_device(timed_copy(without_hooks(unwrapped(model), True)), device)
+    if not layers.traced.live:
+        return overheads
+    device, dtype = layers.timer.clock.device, dtype_named(layers.precision)
+    local = to_device(without_hooks(layers.model, True), device)
     optimizer = torch.optim.SGD(local.parameters(), lr=0.0, momentum=0.9)
     results, given = dict[str, tuple[int, Any]](), list[Tensor]()
 
@@ -160,27 +159,29 @@ def measure_live(traced: TracedModel, model: nn.Module, batch: int, timer: Round
         rows, made = results[path]
         return _repeated(made, rows, len(tensors[0]) // rows)
 
-    for module, part in ((local.get_submodule(part.path), part) for part in traced.live):
+    for module, part in ((local.get_submodule(part.path), part) for part in layers.traced.live):
         module.forward = partial(split, part.path, module.forward)
 
     def work() -> None:
+        optimizer.zero_grad()
         torch.manual_seed(0)  # random sizes must be those of the results
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
             result = local(*args, **kwargs)
         roots = [t.square().mean() for t in tensors_of(result) if t.requires_grad] + given
         torch.autograd.backward(roots, [torch.zeros_like(t) for t in roots])
         optimizer.step()
-        optimizer.zero_grad()
         given.clear()
 
-    args, kwargs = map_tensors(arguments_of(traced.example), lambda t: t.to(device))
+    args, kwargs = map_tensors(arguments_of(layers.traced.example), lambda t: t.to(device))
     work()
     values = [*args, *kwargs.values()]
     samples, lists = max(1, samples_in(values)), isinstance(values[0], list | tuple)
-    repeat = partial(_repeated, rows=samples, times=max(1, batch // samples), lists=lists)
+    repeat = partial(_repeated, rows=samples, times=max(1, layers.batch // samples), lists=lists)
     args, kwargs = [*map(repeat, args)], {key: repeat(value) for key, value in kwargs.items()}
-    each_s = timeit.repeat(work, timer=timer.now, repeat=1 + ROUNDS, number=1)[1:]
-    return typical(each_s) / max(1, samples_in([*args, *kwargs.values()]))
+    each_s = timeit.repeat(work, timer=layers.timer.now, repeat=1 + ROUNDS, number=1)[1:]
+    seconds = typical(each_s) / max(1, samples_in([*args, *kwargs.values()]))
+    sent = [p.nbytes for p in local.parameters() if p.grad is not None]
+    return replace(overheads, live_s_per_sample=seconds, live_bytes=sum(sent))
 
 
 def _repeated(value: Any, rows: int, times: int, lists: bool = False) -> Any:

@@ -82,7 +82,8 @@ class Overheads:
         loss_s_per_byte: for the loss and its gradient, per byte of the outputs.
         queue_s: for an accelerator's host to queue one layer's forward or backward; it replaces `layer_s`. 0 on a CPU. See
             `joined_s`.
-        live_s_per_sample: of a model that runs live, its own forward and backward outside of the split submodules.
+        live_s_per_sample: of a model that runs live, its forward outside of the split submodules; it replaces the loss.
+        live_bytes: bytes of the gradients of its parameters in no layer, which device 0 sends to all others.
     """
 
     step_s: float = 0.0
@@ -96,6 +97,7 @@ class Overheads:
     loss_s_per_byte: float = 0.0
     queue_s: float = 0.0
     live_s_per_sample: float = 0.0
+    live_bytes: int = 0
 
     def joined_s(self, device_s: float, host_s: float) -> float:
         """Return the seconds of work that takes a device and its host these seconds.
@@ -120,7 +122,6 @@ class Overheads:
 
     def loss_s(self, outputs: Sequence[int], itemsize: int, batch: int = 0) -> float:
         """Return the seconds of the loss, forward and backward, for outputs with these numbers of entries."""
-        # A model that runs live has its forward instead: on every device, on the whole batch.
         if self.live_s_per_sample or not self.loss_s_per_byte:
             return self.live_s_per_sample * batch
         made = Handling(made=tuple(n for n in outputs for _ in range(LOSS_TENSORS)))

@@ -7,6 +7,7 @@ A computation takes the seconds of its size. Operations around messages take the
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import permutations
 
 from convoy.layout.comm_dtype import narrow_itemsize
 from convoy.layout.layout import Layout, held_entries, holds
@@ -130,13 +131,16 @@ class _Pricer:
         seconds = self.overhead.loss_s(held, self.costs.itemsize, self.steps.batch)
         if seconds and self.steps.phase("backward"):
             yield Work(step, LOSS, seconds)
-        if not self.steps.joins_losses:
-            return
-        others = [d for d in range(self.steps.devices) if d != self.device]
-        self.labels[step] = "loss of the global batch"
-        yield from self._work(step, NOTHING, self.overhead.calls_s(2 * len(others)))
-        pairs = [pair for d in others for pair in ((self.device, d), (d, self.device))]
-        yield Begin(step, 0, self.labels[step], {(step, 0, *pair): LOSS_BYTES for pair in pairs})
+        if self.steps.joins_losses:
+            pairs = permutations(range(self.steps.devices), 2)
+            yield from self._round(step, "loss of the global batch", pairs, LOSS_BYTES)
+
+    def _round(self, step: int, label: str, pairs: Iterable[tuple[int, int]], size: int) -> Iterable[Item]:
+        """Yield the items of a message of this size between each (sender, receiver)."""
+        routes = {(step, 0, *pair): size for pair in pairs if self.device in pair}
+        self.labels[step] = label
+        yield from self._work(step, NOTHING, self.overhead.calls_s(len(routes)))
+        yield Begin(step, 0, label, routes)
         yield self._await(step, ("round", step, 0))
 
     def _calls_s(self, operation: ops.ExchangeRound) -> float:
@@ -237,6 +241,9 @@ class _Pricer:
             yield self._work_of(step, f"{self.labels[step]} copies", seconds, calls_s)
 
     def _finish(self, kept: Sequence[tuple[Layout, Parameter]]) -> Iterable[Item]:
+        if self.steps.sums and self.overhead.live_bytes and self.steps.devices > 1:
+            others = ((0, d) for d in range(1, self.steps.devices))
+            yield from self._round(len(self.steps.steps) + 2, "live gradients", others, self.overhead.live_bytes)
         held = [held_entries(how, self.device, p.shape) for how, p in kept if holds(how, self.device)]
         # Gradients that are summed in one flat tensor are copied to separate tensors at the end of a step.
         copied = [o for o in self.source.backward if isinstance(o, ops.Unpack) and o.copied]

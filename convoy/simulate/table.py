@@ -106,6 +106,7 @@ class DeviceCosts:
     loss_s_per_byte: Seconds = 0.0
     queue_s: Seconds = 0.0
     live_s_per_sample: Seconds = 0.0
+    live_bytes: Annotated[int, Strict(), Field(ge=0, le=2**50)] = 0
     process_bytes: Annotated[int, Strict(), Field(ge=0, le=2**50)] = 0
 
     @property
@@ -300,12 +301,7 @@ class Measurement:
             raise InputError(f"{source}: measured = {shown(measured)}: it is a table; measure again")
         if (number := measured.get("format")) != FORMAT:
             raise InputError(f"{source}: measured.format = {shown(number)}: this version reads {FORMAT}; measure again")
-        rows = {
-            name: value for name, value in measured.items() if name not in ("format", "host")
-        }  # "host": older files
-        if isinstance(devices := rows.get("device"), list):
-            known = [row.items() if isinstance(row, dict) else () for row in devices]
-            rows["device"] = [{name: value for name, value in row if name not in _OLD_KEYS} for row in known]
+        rows = {name: value for name, value in measured.items() if name != "format"}
         try:
             return fleet, TypeAdapter(cls).validate_python(rows | {"fleet": fleet})
         except ValidationError as error:
@@ -335,11 +331,6 @@ def read_fleet_file(path: Path) -> tuple[Fleet, Measurement | None]:
 
 
 _SECTIONS: Mapping[str, type[Any]] = {"device": DeviceCosts, "layer": LayerPoint, "link": LinkSpread}
-_OLD_KEYS = (
-    "noise", "beside_s", "rested_s", "burst", "flop_per_s", "memory_bytes_per_s", "measured_w", "measured_by",
-    "traffic_spread", "update_spread",
-)  # fmt: skip
-"""Keys of older files about devices, unused."""
 
 
 def _row(value: DeviceCosts | LinkSpread | LayerPoint) -> str:

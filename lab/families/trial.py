@@ -30,8 +30,8 @@ from convoy.plan.steps import ComputeStep
 from convoy.plan.strategy import Batch, Filter
 from convoy.runtime.module import Distributed
 from lab.families.registry import Member, build, narrowed
-from tests.support.one_device import EXACT, one_trace, part
-from tests.support.threads import run_on_threads
+from tests.support.one_device import EXACT, part
+from tests.support.threads import run_on_threads, work_shared
 
 SPEEDS = Speeds((3.0, 2.0, 1.0))
 BATCH = 6
@@ -176,7 +176,7 @@ def _try(row: Row, model: nn.Module, shape: tuple[int, ...], *, last: bool) -> R
             break
     if rounding >= STABLE and not last:
         return Row(**{**vars(row), "rounding": rounding})
-    with one_trace():
+    with work_shared():
         traced = convoy.runtime.module.trace(model, images[0][:2])
         graph, flop = traced.graph, _flop(model, images[0]) if traced.note else 0
         plans = (named_plan("data-by-speed", graph, BATCH, SPEEDS), filters_by_speed(graph, BATCH, SPEEDS))

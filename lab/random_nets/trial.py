@@ -23,8 +23,7 @@ from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.runtime.module import Distributed
 from lab.random_nets.recipe import Recipe
 from lab.random_nets.writer import CLASSES
-from tests.support.one_device import one_trace
-from tests.support.threads import run_on_threads
+from tests.support.threads import run_on_threads, work_shared
 
 EXACT = 1e-10
 SPEEDS = (Speeds((3.0, 2.0)), Speeds((2.0, 1.0, 1.0)), Speeds((3.0, 0.0, 2.0)), Speeds((1.0, 4.0)))
@@ -132,7 +131,7 @@ def _distributed(
     model: nn.Module, given: list[Any], plan: str, speeds: Speeds, space: dict[str, Any], way: Way
 ) -> list[Left]:
     example = given[0] if len(given[0]) > 1 else given[0][0]
-    with one_trace():
+    with work_shared():
         graph = convoy.runtime.module.trace(model, example).graph
         chosen = named_plan(plan, graph, len(given[0][0]), speeds)
 

@@ -84,6 +84,6 @@ def test_lost_full_size_packets_are_an_mtu_error() -> None:
         for port in wiring.ports:
             # Single packets: the virtual switch would pass on bundles of any size.
             call("ip", "-netns", port.namespace, "link", "set", namespaces.NIC, "mtu", "9000", "gso_max_segs", "1")
-        first, _ = examine(wiring, 2, 10.0)
+        first, _ = examine(wiring, 2, 5.0)
     assert first[0].startswith("error: the devices cannot work as one job: ")
     assert "MTU" in first[0]

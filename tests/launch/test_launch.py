@@ -227,9 +227,10 @@ def test_recovering_job_exits_as_its_last_devices(capsys: pytest.CaptureFixture[
 
 LAUNCHER = """
 import sys
+from convoy.launch import local
 from convoy.launch.host_job import JobOptions
-from convoy.launch.local import launch_local
-status = launch_local([sys.argv[1]], ["cpu"] * 2, JobOptions(grace_s=1), command=(sys.executable, "-c"))
+local.CONVOY_COMMAND = (sys.executable, "-c")  # device 0 hosts the store, so that no torch is loaded here
+status = local.launch_local([sys.argv[1]], ["cpu"] * 2, JobOptions(grace_s=1), command=local.CONVOY_COMMAND)
 print("status", status, flush=True)
 """
 

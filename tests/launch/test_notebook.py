@@ -33,7 +33,7 @@ def test_a_cell_runs_once_per_device_and_device_0_prints(capfd: pytest.CaptureFi
     shell = Shell()
     convoy.load_ipython_extension(shell)
     names = "os.environ['CONVOY_RANK'], 'of', os.environ['CONVOY_WORLD_SIZE']"
-    cell = f"import os, convoy\nconvoy.print('device', {names}, flush=True)\n"
+    cell = f"import os\nprint('device', {names}, flush=True)\n"
     shell.magics["cell", "convoy"]("--devices 2", cell)
     assert capfd.readouterr().out.startswith("device 0 of 2\n")
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from convoy.comm.group import AloneGroup
+from convoy.measure.layer_timer import LayerTimer
 from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.measure.overhead_probe import measure_live
 from convoy.measure.planning import _choice
@@ -19,6 +20,7 @@ from convoy.planner.planner import candidates
 from convoy.planner.prediction import predict_plan
 from convoy.planner.request import PlanRequest
 from convoy.runtime.clock import Clock
+from convoy.simulate.costs import Overheads
 from convoy.simulate.table import Measurement
 from tests.support.described_fleets import measured_fleet
 
@@ -41,12 +43,14 @@ class Live(nn.Module):
         return self.backbone(x).flatten(1) @ self.after
 
 
-def request(live_s_per_sample: tuple[float, float]) -> PlanRequest:
-    """Return a request for two devices of equal FLOP/s that differ in the live forward; messages cost almost nothing."""
+def request(live_s_per_sample: tuple[float, ...], live_bytes: int = 0) -> PlanRequest:
+    """Return a request for devices of equal FLOP/s that differ in the live forward, with links of 1e9 bytes/s."""
     graph = trace(Live(), torch.zeros(2, 3, 6, 6)).graph
-    measured = measured_fleet(graph, [1e7, 1e7], BATCH)
+    measured = measured_fleet(graph, [1e7] * len(live_s_per_sample), BATCH)
     rows = zip(measured.device, live_s_per_sample, strict=True)
-    measured = replace(measured, device=tuple(replace(row, live_s_per_sample=s) for row, s in rows))
+    measured = replace(
+        measured, device=tuple(replace(row, live_s_per_sample=s, live_bytes=live_bytes) for row, s in rows)
+    )
     return PlanRequest(graph, BATCH, FleetKnowledge(measured=Measurement.from_toml(measured.to_toml())))
 
 
@@ -61,8 +65,9 @@ def test_only_the_rest_of_the_forward_is_timed(kind: Any) -> None:
     traced = trace(model, (example,))
     with FlopCounterMode(display=False) as counter:
         timer = RoundTimer(Clock(CPU), lambda: float(counter.get_total_flops()))
-        per_sample = measure_live(traced, model, BATCH, timer, "float32")
-    assert per_sample == 2 * (18 * 6 * 6) * 2 + 2 * (144 * 10) * 3 + 2 * (6 * 6 * 6) * 3 / BATCH
+        found = measure_live(Overheads(), LayerTimer(traced, model, BATCH, timer))
+    assert found.live_s_per_sample == 2 * (18 * 6 * 6) * 2 + 2 * (144 * 10) * 3 + 2 * (6 * 6 * 6) * 3 / BATCH
+    assert found.live_bytes == 4 * (6 * 6 + 144 * 10)
     assert model.calls == 0
     assert torch.equal(model.before, torch.eye(6))
 
@@ -82,6 +87,14 @@ def test_the_slowest_live_forward_adds_to_a_step() -> None:
     assert [live.alone_s(d) - plain.alone_s(d) for d in (0, 1)] == pytest.approx([1.0 * BATCH, 3.0 * BATCH])
     added_s = [candidates(each, simulated=False)[0].step_s for each in (live, plain)]
     assert added_s[0] - added_s[1] == pytest.approx(3.0 * BATCH)
+
+
+def test_device_0_sends_the_gradients_outside_of_layers_to_all_others() -> None:
+    """Two receivers share its 1e9 bytes/s."""
+    plain, live = request((1.0, 3.0, 1.0)), request((1.0, 3.0, 1.0), live_bytes=5 * 10**9)
+    plan = plain.named("data")
+    assert predict_plan(plan, live).step_s == pytest.approx(predict_plan(plan, plain).step_s + 10.0)
+    assert live.alone_s(0) == plain.alone_s(0)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
 from tests.support.beside_one import difference
-from tests.support.one_device import one_trace, part
+from tests.support.one_device import part
 from tests.support.threads import run_on_threads
 
 
@@ -48,8 +48,7 @@ def on_two(model: nn.Module, work: Callable[[Callable[[int], Tensor], Distribute
         here = Distributed(model, plan, group, images(6))
         return work(lambda n: here(part(here, images(n)), batch=n), here)
 
-    with one_trace():
-        return run_on_threads(2, on_device, timeout_s=20)
+    return run_on_threads(2, on_device, timeout_s=20)
 
 
 def test_a_counter_stays_in_step_on_all_devices() -> None:

@@ -15,7 +15,6 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
 from tests.support.beside_one import tensors_in
 from tests.support.loops import conv
-from tests.support.one_device import one_trace
 from tests.support.slow import most_slow
 from tests.support.threads import run_on_threads
 
@@ -90,8 +89,7 @@ def test_a_detector_trains_like_on_one_device(plan: str) -> None:
         found = [*train(here, here.module), *here.full_state_dict().values()]
         return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True) if a.numel())
 
-    with one_trace():
-        assert max(run_on_threads(3, work)) < 1e-10
+    assert max(run_on_threads(3, work)) < 1e-10
 
 
 def test_devices_that_round_differently_keep_the_same_weights() -> None:

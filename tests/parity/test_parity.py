@@ -36,7 +36,6 @@ from tests.support.one_device import (
     loss_of,
     mixed,
     on_one,
-    one_trace,
     part,
 )
 from tests.support.slow import each_value, most_slow
@@ -172,10 +171,9 @@ def test_a_gradient_that_is_no_number_shows_in_all() -> None:
         norms = [float(here.clip_grad_norm_(1.0, kind)) for kind in (2.0, float("inf"))]
         return norms, all(bool(p.grad.isnan().all()) for p in here.parameters() if p.grad is not None)
 
-    with one_trace():
-        for norms, poisoned in run_on_threads(4, work):
-            assert all(norm != norm for norm in norms)
-            assert poisoned
+    for norms, poisoned in run_on_threads(4, work):
+        assert all(norm != norm for norm in norms)
+        assert poisoned
 
 
 @pytest.mark.parametrize("plan", ["data-by-speed", "mixed"])
@@ -192,8 +190,7 @@ def test_two_forward_passes_before_one_backward(plan: str) -> None:
         held = dict(here.named_parameters())
         return {k: here.gather(k, p.grad if p.grad is not None else torch.empty_like(p)) for k, p in held.items()}
 
-    with one_trace():
-        for found in run_on_threads(4, work):
-            for key, parameter in reference.named_parameters():
-                assert parameter.grad is not None
-                assert torch.allclose(found[key].cpu(), parameter.grad, rtol=EXACT, atol=EXACT), key
+    for found in run_on_threads(4, work):
+        for key, parameter in reference.named_parameters():
+            assert parameter.grad is not None
+            assert torch.allclose(found[key].cpu(), parameter.grad, rtol=EXACT, atol=EXACT), key

@@ -109,10 +109,9 @@ def test_dropout_is_off_in_evaluation() -> None:
             with torch.no_grad():
                 return [here(part(here, x[:n]), batch=n) for n in (10, 3)]
 
-        with one_trace():
-            for found in run_on_threads(4, work):
-                for ours, theirs in zip(found, expected, strict=True):
-                    assert torch.allclose(ours, theirs, rtol=EXACT, atol=EXACT), name
+        for found in run_on_threads(4, work):
+            for ours, theirs in zip(found, expected, strict=True):
+                assert torch.allclose(ours, theirs, rtol=EXACT, atol=EXACT), name
 
 
 def assert_same_losses(
@@ -124,8 +123,7 @@ def assert_same_losses(
         here = Distributed(model, plan, group, example)
         return train(here, lambda x: here(part(here, x), batch=len(x)))
 
-    with one_trace():
-        found = run_on_threads(plan.devices, work)
+    found = run_on_threads(plan.devices, work)
     reference = copy.deepcopy(model)
     expected = train(reference, reference)
     for losses in found:

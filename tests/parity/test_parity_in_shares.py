@@ -26,7 +26,6 @@ from tests.support.one_device import (
     loss_of,
     mixed,
     on_one,
-    one_trace,
     part,
     traffic_of,
 )
@@ -125,8 +124,7 @@ def test_a_device_holds_its_share_between_steps(form: Form) -> None:
         assert all(freed) if form == "free" else not any(freed)
         return [tuple(p.shape) for p in here.parameters()]
 
-    with one_trace():
-        found = run_on_threads(4, work)
+    found = run_on_threads(4, work)
     # conv1 5 filters, conv2 7 filters, fc 5 rows, in proportions 1 : 3 : 0 : 2, by largest remainder.
     assert [shapes[2][0] for shapes in found] == [1, 4, 0, 2]
     assert [shapes[0] for shapes in found] == [(1, 3, 5, 5), (2, 3, 5, 5), (0, 3, 5, 5), (2, 3, 5, 5)]
@@ -150,8 +148,7 @@ def test_optimizers_that_are_not_known_to_go_entry_by_entry_are_refused_by_name(
             optimizer.step(lambda: torch.zeros(())) if make is torch.optim.LBFGS else optimizer.step()
         return str(refused.value)
 
-    with one_trace():
-        assert all(text.startswith(make.__name__) for text in run_on_threads(2, work))
+    assert all(text.startswith(make.__name__) for text in run_on_threads(2, work))
 
 
 def _linear_in_shares(model: nn.Module, x: torch.Tensor) -> Plan:

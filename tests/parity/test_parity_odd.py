@@ -25,7 +25,6 @@ from tests.support.one_device import (
     mixed,
     on_many,
     on_one,
-    one_trace,
     part,
 )
 from tests.support.slow import most_slow
@@ -125,11 +124,10 @@ def test_images_and_weights_with_the_channels_last_in_memory(net: str) -> None:
         held = dict(here.named_parameters())
         return {k: here.gather(k, p.grad if p.grad is not None else torch.empty_like(p)) for k, p in held.items()}
 
-    with one_trace():
-        for found in run_on_threads(4, work):
-            for key, parameter in reference.named_parameters():
-                assert parameter.grad is not None
-                assert torch.allclose(found[key], parameter.grad, rtol=EXACT, atol=EXACT), key
+    for found in run_on_threads(4, work):
+        for key, parameter in reference.named_parameters():
+            assert parameter.grad is not None
+            assert torch.allclose(found[key], parameter.grad, rtol=EXACT, atol=EXACT), key
 
 
 def test_no_two_gradients_share_their_memory() -> None:
@@ -150,8 +148,7 @@ def test_no_two_gradients_share_their_memory() -> None:
 def test_the_test_itself_can_fail() -> None:
     """A difference in the tenth place is found, whatever it sits in."""
     training = Training("resnet", SHORT)
-    with one_trace():
-        records = on_many(training, by_name("data", "resnet"))
+    records = on_many(training, by_name("data", "resnet"))
     expected = on_one(training)
     assert_same(records, expected)
     for tamper in (

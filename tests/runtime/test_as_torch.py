@@ -102,8 +102,7 @@ def test_an_output_that_backward_reads_may_be_changed_and_containers_may_grow() 
             shard = here.module.get_parameter(key)
             assert_equal(here.gather(key, shard.grad if shard.grad is not None else shard.detach()), p.grad)
 
-    with one_trace():
-        run_on_threads(4, work, timeout_s=30)
+    run_on_threads(4, work, timeout_s=30)
 
 
 def _planned(model: nn.Module, x: Tensor) -> Any:
@@ -182,8 +181,7 @@ def test_unsupported_module_calls_are_refused_with_a_remedy() -> None:
         with pytest.raises(InputError, match=r"'conv1.weight' was replaced"):
             here(part(here, x), batch=2)
 
-    with one_trace():
-        run_on_threads(4, work)
+    run_on_threads(4, work)
 
 
 # --- clipping and scaling ----------------------------------------------------------------------------------------------
@@ -207,8 +205,7 @@ def test_reported_gradient_changes_are_exact_on_shards(plan: str) -> None:
             assert_equal(here.gather(key, here.module.get_parameter(key).grad), p.grad)
         torch.optim.SGD(here.parameters(), lr=0.1).step()
 
-    with one_trace():
-        run_on_threads(4, work)
+    run_on_threads(4, work)
 
 
 def replace_gradients(here: Distributed) -> None:
@@ -241,8 +238,7 @@ def test_unreported_gradient_changes_of_shards_are_refused(change: Callable[[Dis
         loss_of(here(part(here, x), batch=10), y).backward()
         optimizer.step()
 
-    with one_trace():
-        run_on_threads(4, work)
+    run_on_threads(4, work)
 
 
 def penalty(here: nn.Module) -> Tensor:
@@ -281,8 +277,7 @@ def test_penalties_and_norms_of_shards_are_refused() -> None:
         torch.optim.SGD(here.parameters(), lr=0.1).step()
         here(part(here, x), batch=10)
 
-    with one_trace():
-        run_on_threads(4, work)
+    run_on_threads(4, work)
 
 
 def test_penalties_are_exact_on_copies() -> None:
@@ -314,8 +309,7 @@ def test_clip_grad_norm_of_torch_is_exact_on_copies() -> None:
         for key, p in reference.named_parameters():
             assert_equal(here.module.get_parameter(key).grad, p.grad)
 
-    with one_trace():
-        run_on_threads(4, work)
+    run_on_threads(4, work)
 
 
 def test_sharded_fp16_requires_convoys_scaler() -> None:
@@ -392,8 +386,7 @@ def after_a_step(plan: str, work: Callable[[Distributed, torch.optim.Optimizer],
         optimizer.step()
         work(here, optimizer)
 
-    with one_trace():
-        run_on_threads(4, train, timeout_s=30)
+    run_on_threads(4, train, timeout_s=30)
 
 
 def test_saving_inner_module_or_optimizer_never_saves_shards() -> None:

@@ -116,8 +116,7 @@ def test_autograd_grad_leaves_stored_gradients_unchanged(plan: str) -> None:
             assert_equal(gradient, expected[key])
         assert all(p.grad is None for p in here.parameters())
 
-    with one_trace():
-        run_on_threads(4, work, timeout_s=30)
+    run_on_threads(4, work, timeout_s=30)
 
 
 def test_second_derivatives_are_refused_by_name() -> None:
@@ -130,8 +129,7 @@ def test_second_derivatives_are_refused_by_name() -> None:
         with pytest.raises(InputError, match="create_graph=True: a distributed model has first derivatives only"):
             torch.autograd.grad(loss_of(here(given, batch=10), y), given, create_graph=True)
 
-    with one_trace():
-        run_on_threads(4, work)
+    run_on_threads(4, work)
 
 
 # --- two models ------------------------------------------------------------------------------------------------------
@@ -189,8 +187,7 @@ def test_a_gan_as_two_distributed_models_trains_as_on_one_device(plan: str) -> N
         losses = train_gan(here_g, here_d, lambda k: part(here_d, x_KN[k]), lambda k: part(here_g, z_KN[k]))
         return losses, [here_g.full_state_dict(), here_d.full_state_dict()]
 
-    with one_trace():
-        found = run_on_threads(4, work, timeout_s=60)
+    found = run_on_threads(4, work, timeout_s=60)
     expected = train_gan(g, d, lambda k: x_KN[k], lambda k: z_KN[k])
     for losses, states in found:
         assert_equal(losses, expected)
@@ -229,8 +226,7 @@ def test_differing_global_batches_are_refused() -> None:
         with pytest.raises(MismatchError, match="device 1 was given another global batch than device 0"):
             here(own, whole=True)
 
-    with one_trace():
-        run_on_threads(4, work)
+    run_on_threads(4, work)
 
 
 def test_invalid_local_batch_is_refused_with_remedies() -> None:

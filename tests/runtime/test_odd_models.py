@@ -14,7 +14,7 @@ from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
 from tests.support.beside_one import difference
-from tests.support.one_device import EXACT, one_trace
+from tests.support.one_device import EXACT
 from tests.support.threads import run_on_threads
 
 
@@ -36,8 +36,7 @@ def images(samples: int = 6) -> Tensor:
 def on_two(model: nn.Module, work: Callable[[Distributed], Any], plan: str = "model") -> list[Any]:
     model = model.double()
     chosen = named_plan(plan, trace(model, images(2)).graph, 6, Speeds((2.0, 1.0)))
-    with one_trace():
-        return run_on_threads(2, lambda group: work(Distributed(model, chosen, group, images(2))), timeout_s=20)
+    return run_on_threads(2, lambda group: work(Distributed(model, chosen, group, images(2))), timeout_s=20)
 
 
 def doubled(conv: Any, x: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
-from tests.support.one_device import one_trace
 from tests.support.threads import run_on_threads
 from tests.support.torch_seed import torch_seed
 
@@ -91,8 +90,7 @@ def train_on_many(make: Make, plan: Plan, look: Callable[[Distributed, Optimizer
         train(model, optimizer, lambda x: model(part_of(model, x), batch=len(x)))
         return look(model, optimizer)
 
-    with one_trace():
-        return run_on_threads(len(SPEEDS.devices), work, timeout_s=30)
+    return run_on_threads(len(SPEEDS.devices), work, timeout_s=30)
 
 
 # ------------------------------------------------------------------------------------------------- the state as a whole

@@ -14,7 +14,7 @@ from convoy.errors import InputError
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
-from tests.support.one_device import EXACT, OPTIMIZERS, one_trace, part
+from tests.support.one_device import EXACT, OPTIMIZERS, part
 from tests.support.threads import run_on_threads
 
 SIZES = (9, 9, 5)
@@ -93,8 +93,7 @@ def test_several_backwards_train_as_on_one_device(backward: Any, plan: str, opti
             return str(error)
         return [*found, *here.full_state_dict().values()]
 
-    with one_trace():
-        results = run_on_threads(3, work, timeout_s=60)
+    results = run_on_threads(3, work, timeout_s=60)
     for result in results:
         if backward is projected and plan == "sharded":
             assert "torch.autograd.grad of" in result

@@ -19,7 +19,6 @@ from convoy.machine.accelerator import limit_memory
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.presets import PLANS, Speeds, named_plan
-from tests.support.one_device import one_trace
 from tests.support.threads import run_on_threads
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -68,8 +67,7 @@ def test_step_leaves_no_reference_cycles(net: str, plan: str) -> None:
 
     gc.freeze()  # the collector shall go over what this test makes, not over all of torch
     try:
-        with one_trace():
-            run_on_threads(2, work)
+        run_on_threads(2, work)
     finally:
         gc.enable()
     assert not found

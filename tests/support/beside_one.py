@@ -11,7 +11,7 @@ from convoy.comm.group import Group
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
-from tests.support.one_device import one_trace, part
+from tests.support.one_device import part
 from tests.support.threads import run_on_threads
 
 SIZES = (6, 5, 6)
@@ -74,5 +74,4 @@ def difference(
         apart = [(a - b).abs() / b.abs().clamp(min=1.0) for a, b in zip(found, expected, strict=True)]
         return max(float(each.double().nan_to_num(nan=float("inf")).max()) for each in apart if each.numel())
 
-    with one_trace():
-        return max(run_on_threads(len(speeds), work))
+    return max(run_on_threads(len(speeds), work))

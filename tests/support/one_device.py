@@ -13,20 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import convoy.runtime.executor
 import convoy.runtime.module
 from convoy.comm.group import Group
 from convoy.layout.layout import box
 from convoy.model.graph import Graph
 from convoy.model.tracing import TracedModel, trace
-from convoy.plan.device_program import DeviceProgram
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
-from convoy.plan.steps import StepList
 from convoy.plan.strategy import Batch, Channel, Filter, Form, One, Sharding, can_shard
 from convoy.runtime.module import Distributed
 from tests.support import nets
-from tests.support.program_check import check_programs
 from tests.support.threads import run_on_threads
 from tests.support.torch_seed import torch_seed
 
@@ -271,64 +267,26 @@ _TRACES: dict[Any, TracedModel] = {}
 _TRACING = threading.Lock()
 
 
-class _Lowered:
-    """The step lists of thread groups, lowered and checked by the first device that needs them."""
-
-    def __init__(self) -> None:
-        self.home = convoy.runtime.executor
-        self.original, self.compile_all, self.check = self.home.lower, self.home.compile_all, check_programs
-        self.known: list[tuple[Any, Graph, StepList]] = []
-        self.checked: list[StepList] = []
-        self.lock = threading.Lock()
-
-    def lower(self, plan: Plan, graph: Graph, batch: int, wanted: Any, kept: Any, micro_batch: Any) -> StepList:
-        asked = (batch, micro_batch, wanted, kept, plan)
-        with self.lock:
-            for before, its_graph, steps in self.known:
-                if its_graph is graph and before == asked:
-                    return steps
-            steps = self.original(plan, graph, batch, wanted, kept, micro_batch)
-            self.known.append((asked, graph, steps))
-            return steps
-
-    def compile_unchecked(self, steps: StepList, graph: Graph) -> list[DeviceProgram]:
-        """Return the programs of all devices to be checked; none if that is done."""
-        with self.lock:
-            if any(each is steps for each in self.checked):
-                return []
-            self.checked.append(steps)
-        return self.compile_all(steps, graph)
-
-    def check_programs(self, found: list[DeviceProgram]) -> None:
-        if found:
-            self.check(found)
-
-
 @contextmanager
 def one_trace(*model: Any) -> Iterator[None]:
-    """Trace a model once for all devices of a thread group, and lower each plan once, to save time.
+    """Trace a net once for all tests. (A group of threads traces each model object once anyway.)
 
     Args:
-        model: name and dtype of a net, to trace it once for all tests; nothing: once for each model object.
+        model: name and dtype of the net.
     """
     original = convoy.runtime.module.trace
-    known: dict[Any, TracedModel] = _TRACES if model else {}
 
-    def cached(whole: nn.Module, example: Any, *, training: bool = True, **like: Any) -> TracedModel:
+    def cached(whole: nn.Module, example: Any, *, training: bool | None = True, **like: Any) -> TracedModel:
         with _TRACING:
-            if like:  # a new size or mode: the model is a copy, whose id another copy may get later
+            if training is None:  # a new size or mode
                 return original(whole, example, training=training, **like)
-            key = (*(model or (id(whole),)), training)
-            if key not in known:
-                known[key] = original(whole, example, training=training)
-            return known[key]
+            key = (*model, training)
+            if key not in _TRACES:
+                _TRACES[key] = original(whole, example, training=training, **like)
+            return _TRACES[key]
 
-    lowered = _Lowered()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("convoy.runtime.module.trace", cached)
-        patch.setattr("convoy.runtime.executor.lower", lowered.lower)
-        patch.setattr("convoy.runtime.executor.compile_all", lowered.compile_unchecked)
-        patch.setattr("convoy.runtime.executor.check_programs", lowered.check_programs)
         yield
 
 

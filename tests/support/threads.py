@@ -5,15 +5,27 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
+import pytest
 import torch
+from torch import nn
+from torch.utils._pytree import tree_map
 
+import convoy.runtime.executor
+import convoy.runtime.module
 from convoy.comm.group import Group, Message, Pending, closed_error
 from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchError
 from convoy.machine.accelerator import check_device, enter
+from convoy.model.graph import Graph
+from convoy.model.tracing import TracedModel
+from convoy.plan.device_program import DeviceProgram
+from convoy.plan.plan import Plan
+from convoy.plan.steps import StepList
+from tests.support.program_check import check_programs
 
 T = TypeVar("T")
 Route = tuple[int, int, int, int]  # sender, receiver, lane, number of the message on this way
@@ -71,18 +83,85 @@ def run_on_threads(
     threads = [
         threading.Thread(target=run, args=(device,), name=f"device-{device}", daemon=True) for device in range(devices)
     ]
-    for thread in threads:
-        thread.start()
-    try:
-        mail.await_end()
-    finally:
-        mail.stop()
-        deadline_s = time.monotonic() + timeout_s
+    with work_shared():
         for thread in threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
+            thread.start()
+        try:
+            mail.await_end()
+        finally:
+            mail.stop()
+            deadline_s = time.monotonic() + timeout_s
+            for thread in threads:
+                thread.join(max(0.0, deadline_s - time.monotonic()))
     if mail.first_error is not None:
         raise mail.first_error
     return [results[device] for device in range(devices)]
+
+
+class _Traced:
+    """The traces of a thread group: the n-th that one device asks for, of a model, is also the n-th of the others."""
+
+    def __init__(self) -> None:
+        self.original, self.lock = convoy.runtime.module.trace, threading.Lock()
+        self.asked: Counter[Any] = Counter()
+        self.known: dict[Any, tuple[nn.Module, TracedModel]] = {}  # a model that is kept is the only one with its id
+
+    def trace(self, whole: nn.Module, example: Any, *, training: bool | None = True, **like: Any) -> TracedModel:
+        if training is None:  # a new size or mode: the model is a copy of this device
+            return self.original(whole, example, training=training, **like)
+        form = tree_map(lambda x: (x.shape, x.dtype) if isinstance(x, torch.Tensor) else x, example)
+        key = (id(whole), training, str(form))
+        with self.lock:
+            self.asked[threading.get_ident(), key] += 1
+            key = (*key, self.asked[threading.get_ident(), key])
+            if key not in self.known:
+                self.known[key] = whole, self.original(whole, example, training=training, **like)
+            return self.known[key][1]
+
+
+class _Lowered:
+    """The step lists of thread groups, lowered and checked by the first device that needs them."""
+
+    def __init__(self) -> None:
+        self.home = convoy.runtime.executor
+        self.original, self.compile_all, self.check = self.home.lower, self.home.compile_all, check_programs
+        self.known: list[tuple[Any, Graph, StepList]] = []
+        self.checked: list[StepList] = []
+        self.lock = threading.Lock()
+
+    def lower(self, plan: Plan, graph: Graph, batch: int, wanted: Any, kept: Any, micro_batch: Any) -> StepList:
+        asked = (batch, micro_batch, wanted, kept, plan)
+        with self.lock:
+            for before, its_graph, steps in self.known:
+                if its_graph is graph and before == asked:
+                    return steps
+            steps = self.original(plan, graph, batch, wanted, kept, micro_batch)
+            self.known.append((asked, graph, steps))
+            return steps
+
+    def compile_unchecked(self, steps: StepList, graph: Graph) -> list[DeviceProgram]:
+        """Return the programs of all devices to be checked; none if that is done."""
+        with self.lock:
+            if any(each is steps for each in self.checked):
+                return []
+            self.checked.append(steps)
+        return self.compile_all(steps, graph)
+
+    def check_programs(self, found: list[DeviceProgram]) -> None:
+        if found:
+            self.check(found)
+
+
+@contextmanager
+def work_shared() -> Iterator[None]:
+    """Trace each model, and lower each plan, once for all devices of a thread group, to save time."""
+    lowered = _Lowered()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("convoy.runtime.module.trace", _Traced().trace)
+        patch.setattr("convoy.runtime.executor.lower", lowered.lower)
+        patch.setattr("convoy.runtime.executor.compile_all", lowered.compile_unchecked)
+        patch.setattr("convoy.runtime.executor.check_programs", lowered.check_programs)
+        yield
 
 
 @dataclass

@@ -20,7 +20,7 @@ from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.runtime.batches import OutputPart
 from convoy.runtime.module import Distributed
 from tests.support.nets import UNet
-from tests.support.one_device import one_trace, part
+from tests.support.one_device import part
 from tests.support.threads import run_on_threads
 from tests.support.torch_seed import torch_seed
 
@@ -295,8 +295,7 @@ def test_a_u_net_trains_for_twenty_steps_as_on_one_device() -> None:
             whole = found.whole()
         return losses, here.full_state_dict(), whole
 
-    with one_trace():
-        found = run_on_threads(4, work, timeout_s=60)
+    found = run_on_threads(4, work, timeout_s=60)
     losses = train(model, model, criterion)
     model.eval()
     for row, weights, whole in found:
@@ -317,8 +316,7 @@ def _sent(model: nn.Module, plan: Plan, x: Tensor, y: Tensor) -> int:
         criterion(here(part(here, x), batch=SAMPLES), y).backward()
         return sum(group.sent_bytes)
 
-    with one_trace():
-        return sum(run_on_threads(4, work, timeout_s=60))
+    return sum(run_on_threads(4, work, timeout_s=60))
 
 
 def test_local_outputs_are_not_sent() -> None:

@@ -15,7 +15,7 @@ from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError
 from convoy.runtime.module import Distributed
 from convoy.train import Rebalancer, full_optimizer_state, reshard
-from tests.support.one_device import OPTIMIZERS, one_trace
+from tests.support.one_device import OPTIMIZERS
 from tests.support.processes import on_processes
 from tests.support.small_script import ALONE, SPEEDS, images, net, shuffled
 from tests.support.threads import run_on_threads
@@ -41,8 +41,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tenso
 
 
 def on_three(work: Callable[[Group], Any]) -> list[Any]:
-    with one_trace():
-        return run_on_threads(3, work, timeout_s=20)
+    return run_on_threads(3, work, timeout_s=20)
 
 
 def refused_on_three(work: Callable[[Group], Any], error: type[Exception], told: str) -> None:

@@ -279,8 +279,7 @@ def test_torch_clipping_of_shards_is_refused_and_ours_is_exact() -> None:
             torch.optim.SGD(here.parameters(), lr=0.1).step()
         return norm
 
-    with one_trace():
-        assert run_on_threads(4, work) == pytest.approx([true] * 4, abs=EXACT)
+    assert run_on_threads(4, work) == pytest.approx([true] * 4, abs=EXACT)
 
 
 # --------------------------------------------------------------------------------------------------------- the average
