@@ -77,7 +77,7 @@ class Windows:
     """Boxes that may overlap or leave entries out, one per device: what a convolution reads for tiles of its output.
 
     Attributes:
-        sums: the layout of the gradient: an entry is the sum of its values in all boxes that contain it.
+        sums: an entry is the sum of its values in all boxes that contain it: in gradients, and in averages over tiles.
     """
 
     boxes: tuple[Box | None, ...]
@@ -88,9 +88,11 @@ class Windows:
 
 
 def _text(boxes: Sequence[Box | None]) -> str:
-    """Return boxes as text, without the axes that are the same for all of them."""
+    """Return boxes as text, without the axes that are the same for all of them; the devices if all boxes are the same."""
     held = [b for b in boxes if b is not None]
     axes = [axis for axis, spans in enumerate(zip(*held, strict=True)) if len(set(spans)) > 1]
+    if not axes:
+        return ",".join(str(device) for device, b in enumerate(boxes) if b is not None)
     return ", ".join("-" if b is None else " ".join(f"{b[a][0]}:{b[a][1]}" for a in axes) for b in boxes)
 
 

@@ -4,14 +4,14 @@ Devices that compute tiles of an output read windows of the input, which overlap
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 Span = tuple[int, int]
 """First position, and the one after the last."""
 
-WindowKind = Literal["conv", "conv_transpose", "max_pool", "avg_pool", "nearest", "linear"]
+WindowKind = Literal["conv", "conv_transpose", "max_pool", "avg_pool", "nearest", "linear", "adaptive"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,8 @@ class Window:
                 return self.sources()[first], self.sources()[last] + 1
             case "linear":
                 return math.floor(self.source(first)), math.floor(self.source(last)) + 2
+            case "adaptive":
+                return first * self.extent // self.outputs, -(-out[1] * self.extent // self.outputs)
         return first * self.stride - self.before, last * self.stride - self.before + reach + 1
 
     def held(self, out: Span) -> Span:
@@ -63,6 +65,10 @@ class Window:
             first, stop = min(first, mirrored[0]) if stop > self.extent else first, max(stop, mirrored[1])
         first, stop = max(0, min(first, self.extent - 1)), max(1, min(stop, self.extent))
         return first, max(stop, first + 1)
+
+    def touched(self, held: Span) -> Span:
+        """Return the positions of the output of an adaptive average that read any of these positions."""
+        return replace(self, extent=self.outputs, outputs=self.extent).read(held)
 
     def sources(self) -> tuple[int, ...]:
         """Return the input position of each output position of a nearest resize, as torch computes it."""

@@ -16,7 +16,7 @@ from typing import cast
 
 from convoy.errors import PlanError
 from convoy.layout.collectives import chunks
-from convoy.layout.layout import Box, Layout, Tiles, box, dual, entries, held_entries, holds, local_shape
+from convoy.layout.layout import Box, Layout, Tiles, Windows, box, dual, entries, held_entries, holds, local_shape
 from convoy.model.graph import Graph
 from convoy.plan import device_program as ops
 from convoy.plan import exchange_program as exchange
@@ -355,7 +355,7 @@ class _Compiler:
         if step.phase == "forward":
             reads = (*(value.key for value in step.reads), *([f"{step.layer} norm"] if norm else []))
             tile = None
-            if isinstance(step.writes.layout, Tiles) and self.graph[step.layer].windows:
+            if isinstance(step.writes.layout, Tiles | Windows) and self.graph[step.layer].windows:
                 boxes = (box(value.layout, self.device, value.shape) for value in (step.writes, step.reads[0]))
                 tile = cast(tuple[Box, Box], tuple(boxes))
             return ops.Compute(

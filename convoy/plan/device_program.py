@@ -20,7 +20,7 @@ from typing import Any
 
 from convoy.layout.collectives import chunks
 from convoy.layout.comm_dtype import narrow_itemsize
-from convoy.layout.layout import Box, Layout, Shape, Split, Tiles, entries, holders, holds
+from convoy.layout.layout import Box, Boxes, Layout, Shape, Split, Tiles, Windows, entries, holders, holds
 from convoy.layout.shares import Shares
 from convoy.model.graph import Layer
 from convoy.plan.steps import ComputeStep, MicroBatch, Phase
@@ -54,6 +54,15 @@ class LocalSize:
     shares_statistics: bool = False
     tile: float = 1.0
 
+    @property
+    def images(self) -> float:
+        """The number of whole images with as many pixels."""
+        return self.samples * self.tile
+
+    def with_images(self, images: float) -> "LocalSize":
+        """Return this size with another number of images, or with a tile of one image."""
+        return replace(self, samples=max(1, int(images)), tile=min(1.0, float(images)))
+
 
 def whole_size(layer: Layer, samples: int) -> LocalSize:
     return LocalSize(samples, *layer.extents)
@@ -69,8 +78,8 @@ def local_size(step: ComputeStep, layer: Layer, device: int) -> LocalSize | None
     samples, inputs = step.writes.shape[0], layer.extents[1]
     if isinstance(gives, Split) and gives.axis == 0:
         samples = gives.shares[device]
-    if isinstance(gives, Tiles):
-        return tile_size(layer, gives, device)
+    if isinstance(gives, Tiles | Windows):
+        return tile_size(layer, step.reads[0].layout, gives, device)
     if layer.sums_channels:
         takes = step.reads[0].layout
         if isinstance(takes, Split) and takes.axis == layer.feature_axis:
@@ -78,13 +87,14 @@ def local_size(step: ComputeStep, layer: Layer, device: int) -> LocalSize | None
     return LocalSize(samples, part_of_outputs(layer, gives, device), inputs, shares_statistics(layer, gives))
 
 
-def tile_size(layer: Layer, layout: Tiles, device: int) -> LocalSize:
-    """Return the size of a device's tile of a layer's output; all zero if it has none."""
-    tile, (outputs, inputs) = layout.boxes[device], layer.extents
+def tile_size(layer: Layer, takes: Layout, gives: Boxes, device: int) -> LocalSize:
+    """Return the size of a device's tile of a layer's output, or of the input of a sum; all zero if it has none."""
+    counted = takes if isinstance(gives, Windows) and isinstance(takes, Tiles) else gives
+    tile, (outputs, inputs) = counted.boxes[device], layer.extents
     if tile is None:
         return LocalSize(0, outputs, inputs)
-    part = entries(tile[1:]) / max(1, math.prod(layer.shape))
-    return LocalSize(tile[0][1] - tile[0][0], outputs, inputs, shares_statistics(layer, layout), part)
+    part = entries(tile[1:]) / max(1, layer.input_entries if counted is takes else math.prod(layer.shape))
+    return LocalSize(tile[0][1] - tile[0][0], outputs, inputs, shares_statistics(layer, gives), part)
 
 
 def part_of_outputs(layer: Layer, layout: Layout, device: int) -> int:

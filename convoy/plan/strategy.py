@@ -28,6 +28,7 @@ from convoy.layout.layout import (
 )
 from convoy.layout.shares import Shares
 from convoy.model.graph import Cut, Graph, Layer
+from convoy.model.windows import Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,10 +249,12 @@ def follow(graph: Graph, layer: Layer, leading: Layout, devices: int) -> Placeme
     if layer.weighted and layer.groups == 1 and not (layer.kind == "linear" and isinstance(leading, Tiles)):
         return None
     match leading:
-        case Partial():
+        case Partial() | Windows():
             return None
         case Tiles(boxes):
             free = tile_cuts(graph, layer)
+            if layer.windows and layer.windows[0].kind == "adaptive":
+                return _averaged(layer, leading)
             if layer.shared or not layer.per_sample or layer.several or not free:
                 return None
             first = next(i for i, name in enumerate(layer.inputs) if graph[name].batched)
@@ -328,6 +331,16 @@ def _in_tiles(graph: Graph, layer: Layer, tiles: Tiles) -> Placement | None:
         takes.append(Tiles(boxes) if is_tiling(boxes, graph[name].batch_shape(batch)) else Windows(boxes))
     holding = Replicated(parameter_holders(layer, tiles, len(tiles.boxes)))
     return Placement(tuple(takes), tiles, dict.fromkeys(layer.parameters, holding))
+
+
+def _averaged(layer: Layer, tiles: Tiles) -> Placement:
+    """Place an adaptive average: each device averages its tile's entries, and averages of several tiles are added."""
+    boxes = tuple(
+        tile and (*tile[:2], *map(Window.touched, layer.windows, tile[2:]))[: len(layer.shape) + 1]
+        for tile in tiles.boxes
+    )
+    apart = is_tiling(boxes, layer.batch_shape(_batch_of(tiles)))
+    return Placement((tiles,), Tiles(boxes) if apart else Windows(boxes, sums=True))
 
 
 def _read(layer: Layer, tile: Box, free: Sequence[Cut], number: int, source: Layer, batch: int) -> Box | None:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split, Tiles, held_entries, holders, holds
+from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split, Tiles, Windows, held_entries, holders, holds
 from convoy.model.graph import Graph
 from convoy.plan import steps as st
 from convoy.plan.lower import lower
@@ -33,7 +33,8 @@ class LayerRow:
 
 
 _STRATEGIES: Mapping[type[Layout], str] = {
-    Split: "filter", Partial: "channel", Replicated: "copies", OnOne: "one", Tiles: "spatial"
+    Split: "filter", Partial: "channel", Replicated: "copies", OnOne: "one", Tiles: "spatial",
+    Windows: "spatial",
 }  # fmt: skip
 
 
@@ -46,9 +47,8 @@ def layer_rows(plan: Plan, graph: Graph, itemsize: int = 4) -> list[LayerRow]:
     rows = []
     for step in steps.phase("forward"):
         if isinstance(step, ComputeStep):
-            layer, value, layout = graph[step.layer], step.writes, step.writes.layout
-            # A sum over input channels is split like its input.
-            shared = step.reads[0].layout if isinstance(layout, Partial) else layout
+            layer, value, layout = graph[step.layer], _divided(step), step.writes.layout
+            shared = value.layout
             shares = [*map(str, shared.shares)] if isinstance(shared, Split) else ["all"] * plan.devices
             if isinstance(shared, Tiles):  # positions, because each tile has all channels
                 channels = value.shape[-1 if shared.channels_last else 1]
@@ -59,6 +59,11 @@ def layer_rows(plan: Plan, graph: Graph, itemsize: int = 4) -> list[LayerRow]:
     return rows
 
 
+def _divided(step: ComputeStep) -> st.Value:
+    """Return the output of a step; for a partial sum its input, because the sum is split like this."""
+    return step.reads[0] if isinstance(step.writes.layout, Partial | Windows) else step.writes
+
+
 def work_shares(steps: StepList, graph: Graph) -> tuple[float, ...]:
     """Return each device's fraction of the forward FLOP. Without FLOP, return its fraction of the layers."""
     computed = [step for step in steps.phase("forward") if isinstance(step, ComputeStep)]
@@ -66,7 +71,7 @@ def work_shares(steps: StepList, graph: Graph) -> tuple[float, ...]:
     weights = flop if any(flop) else [1] * len(computed)
     work = [0.0] * steps.devices
     for weight, step in zip(weights, computed, strict=True):
-        value = step.reads[0] if isinstance(step.writes.layout, Partial) else step.writes
+        value = _divided(step)
         for device in holders(step.writes.layout):
             work[device] += weight * held_entries(value.layout, device, value.shape) / max(1, math.prod(value.shape))
     total = sum(work)

@@ -330,8 +330,8 @@ class CostModel:
         """Return the distinct pairs (kind of device, size of its part of the layer)."""
         whole = whole_size(layer, self.batch if layer.batched else 1)
         gives, alike = placed.gives, self.alike
-        if isinstance(gives, Tiles):
-            return {(alike[d], tile_size(layer, gives, d)) for d in holders(gives)}
+        if isinstance(gives, Tiles | Windows):
+            return {(alike[d], tile_size(layer, placed.takes[0], gives, d)) for d in holders(gives)}
         if not layer.batched or not isinstance(gives, Split | Partial):
             return {(alike[d], whole) for d in holders(gives)}
         if isinstance(gives, Partial):

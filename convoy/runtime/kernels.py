@@ -233,11 +233,14 @@ def tile_arithmetic(model: nn.Module, traced: TracedModel, name: str, tile: tupl
 
 
 def _windowed_call(model: nn.Module, layer: Layer, operation: Operation, tile: tuple[Box, Box]) -> Call:
-    spans = list(zip(layer.windows, tile[0][2:], tile[1][2:], strict=True))
+    outputs = tile[0][2:] or ((0, 1),) * len(layer.windows)  # a mean may drop the axes of images
+    spans = list(zip(layer.windows, outputs, tile[1][2:], strict=True))
     parts = [out != (0, window.outputs) for window, out, _ in spans]
     kind = layer.windows[0].kind
     if kind in ("nearest", "linear"):
         return lambda inputs, _samples: _resized(inputs[0], spans)
+    if kind == "adaptive":
+        return lambda inputs, _samples: _adapted(inputs[0], spans).reshape([stop - start for start, stop in tile[0]])
     if kind == "max_pool":
         return lambda inputs, _samples: _max_pooled(inputs[0], spans)
     if kind == "avg_pool":
@@ -307,6 +310,19 @@ def _averaged(x: Tensor, spans: _Spans) -> Tensor:
         counts = torch.tensor([window.counted(i) for i in range(*out)], dtype=x.dtype, device=x.device)
         x = x.unfold(axis, window.kernel, window.stride).sum(-1) / counts.view(-1, *[1] * (x.dim() - 1 - axis))
     return x
+
+
+def _adapted(x: Tensor, spans: _Spans) -> Tensor:
+    """Average the positions that are held, divided by the whole numbers of positions of adaptive pooling."""
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    with torch.autocast(x.device.type, enabled=False):
+        for axis, (window, out, held) in reversed([*enumerate(spans, 2)]):
+            weight = torch.zeros(held[1] - held[0], out[1] - out[0], dtype=y.dtype)
+            for i in range(*out):
+                first, stop = window.read((i, i + 1))
+                weight[max(0, first - held[0]) : stop - held[0], i - out[0]] = 1 / (stop - first)
+            y = (y.movedim(axis, -1) @ weight.to(x.device)).movedim(-1, axis)
+    return y.to(x.dtype)
 
 
 def _transposed(x: Tensor, module: Any, spans: _Spans, parts: Sequence[bool]) -> Tensor:

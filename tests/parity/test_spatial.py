@@ -14,7 +14,7 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.strategy import Batch, Spatial
 from convoy.runtime.module import Distributed
 from tests.support.slow import each_value, most_slow
-from tests.support.spatial_nets import PerPixel, PixelGate, difference, random_difference, spatial
+from tests.support.spatial_nets import Excitation, PerPixel, PixelGate, difference, random_difference, spatial
 from tests.support.threads import run_on_threads
 
 
@@ -45,6 +45,8 @@ CASES = {
     "layer norm and Linears of pixels": (nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), PerPixel(4), nn.Conv2d(4, 3, 3)), (9, 7)),
     "layer norm and Linears of tokens": (nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), PerPixel(4, True)), (9, 7)),
     "mean and maximum over channels": (nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), PixelGate()), (9, 7)),
+    "means over images and cells": (nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), Excitation(2, 4, 4)), (9, 7)),
+    "adaptive pooling": (nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d((5, 3)), nn.Conv2d(4, 3, 1)), (9, 7)),
     "one dimension": (nn.Sequential(nn.Conv1d(3, 4, 5, 2, 2), nn.BatchNorm1d(4), nn.MaxPool1d(2)), (23,)),
     "volumes": (nn.Sequential(nn.Conv3d(3, 4, 3, 1, 1), nn.BatchNorm3d(4), nn.AvgPool3d(2)), (8, 5, 6)),
     "volumes, transposed": (nn.Sequential(nn.Conv3d(3, 4, 2, 2), nn.ConvTranspose3d(4, 2, 2, 2)), (8, 5, 6)),

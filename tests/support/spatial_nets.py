@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from convoy.comm.group import Group
-from convoy.model.graph import Graph
+from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
@@ -60,6 +60,21 @@ class PixelGate(nn.Module):
         return x * torch.softmax(torch.cat((x.mean(1, keepdim=True), x.amax(1, keepdim=True)), 1), 1)[:, :1]
 
 
+class Excitation(nn.Module):
+    """Weights channels by their means over all pixels (squeeze and excitation), or by means over a few cells of the image."""
+
+    def __init__(self, dims: int, channels: int, cells: int) -> None:
+        super().__init__()
+        self.pool = {1: nn.AdaptiveAvgPool1d, 2: nn.AdaptiveAvgPool2d, 3: nn.AdaptiveAvgPool3d}[dims](cells)
+        self.mix = CONVOLUTIONS[dims](channels, channels, 1)
+        self.linear = nn.Linear(channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        means = self.linear(x.mean([*range(2, x.dim())]))
+        cells = nn.functional.interpolate(self.mix(self.pool(x)).sigmoid(), x.shape[2:])
+        return x * cells * means.view(*means.shape, *[1] * (x.dim() - 2))
+
+
 class UNet(nn.Module):
     """A small U-Net without norms, in one to three dimensions. Sides of images are multiples of 4."""
 
@@ -87,7 +102,7 @@ def random_layer(draw: random.Random, dims: int, channels: int) -> tuple[nn.Modu
     """Return a layer for a number of channels, and the channels of its output."""
     outputs, kernel, stride = 2 * draw.randint(1, 3), draw.randint(1, 4), draw.randint(1, 2)
     kind = draw.choice(
-        ("conv", "conv", "conv", "transposed", "max", "average", "resize", "norm", "relu", "join", "pixel")
+        ("conv", "conv", "conv", "transposed", "max", "average", "resize", "norm", "relu", "join", "pixel", "means")
     )
     if kind == "conv":
         dilation, groups = draw.randint(1, 2), draw.choice((1, 1, 2))
@@ -114,6 +129,8 @@ def random_layer(draw: random.Random, dims: int, channels: int) -> tuple[nn.Modu
         return draw.choice((NORMS[dims](channels), NORMS[dims](channels), nn.GroupNorm(2, channels))), channels
     if kind == "relu":
         return nn.LeakyReLU(), channels
+    if kind == "means":
+        return Excitation(dims, channels, draw.randint(1, 5)), channels
     if kind == "pixel":
         return draw.choice((PerPixel(channels), PerPixel(channels, tokens=True), PixelGate())), channels
     adds = draw.random() < 0.5
@@ -149,7 +166,7 @@ def random_cuts(draw: random.Random, graph: Graph, batch: int, devices: int) -> 
         return tuple(found)
 
     for name, layer in graph.layers.items():
-        if not layer.windows or draw.random() < (0.1 if layer.weighted else 0.7):
+        if not _has_images(layer) or draw.random() < (0.1 if layer.weighted else 0.7):
             continue
         own = axis if draw.random() < 0.8 else draw.randint(2, 4)
         axes, grid = (min(own, len(layer.shape)),), ()
@@ -192,11 +209,15 @@ def difference(net: nn.Module, plan: Plan, inputs: Sequence[Tensor]) -> float:
     return max(run_on_threads(plan.devices, work))
 
 
+def _has_images(layer: Layer) -> bool:
+    return bool(layer.windows) and len(layer.shape) > 1
+
+
 def spatial(net: nn.Module, x: Tensor, devices: int, strategy: Spatial) -> Plan:
     """Return a plan that gives one strategy to all layers that read windows of images."""
     graph = trace(net, x).graph
     plan = named_plan("data", graph, len(x), Speeds((1.0,) * devices))
-    return replace(plan, layers={name: strategy for name, layer in graph.layers.items() if layer.windows})
+    return replace(plan, layers={name: strategy for name, layer in graph.layers.items() if _has_images(layer)})
 
 
 def random_difference(seed: int) -> float:

@@ -165,7 +165,7 @@ def _window(kind: WindowKind, *numbers: int, mode: str = "zeros", counts: bool =
 
 
 def _windows(call: Call) -> tuple[Window, ...]:
-    """Return what each axis of max_pool, avg_pool or interpolate reads; nothing for other calls."""
+    """Return what each axis of pooling, interpolate or mean reads; nothing for other calls."""
     x, y, name, m = call.inputs[0][2:], call.output[2:], call.name.replace("_", ""), call.module
 
     def given(place: int, key: str, default: Any = None) -> Any:
@@ -187,6 +187,8 @@ def _windows(call: Call) -> tuple[Window, ...]:
         kind: WindowKind = "max_pool" if is_max else "avg_pool"
         rows = zip(x, y, kernel, stride, dilation, padding, padding, strict=True)
         return tuple(_window(kind, *row, counts=counts) for row in rows)
+    if name.startswith(("adaptiveavgpool", "mean")):
+        return tuple(Window("adaptive", a, b) for a, b in zip(x, y or (1,) * len(x), strict=True))
     mode = given(3, "mode", "nearest")
     linear = mode in ("linear", "bilinear", "trilinear")
     if name not in ("interpolate", "upsample") or not (linear or mode == "nearest") or given(6, "antialias", False):
@@ -262,7 +264,8 @@ def _reduction(call: Call) -> Known | None:
     if not is_alone(call) or not _whole_numbers(along) or 0 in (axes := {a % len(x) for a in along}):
         return None
     if call.name == "mean" and all(a >= 2 for a in axes):
-        return Known("pool")
+        whole = axes == {*range(2, len(x))} and call.operation.kwargs.keys() <= {"dim", "axis", "keepdim"}
+        return Known("pool", windows=_windows(call) if whole else ())
     kept = len(x) == len(y)
     free = [a for a in range(1, len(x)) if a not in axes]
     return Known("parts", tuple(Cut(a if kept else a - sum(r < a for r in axes), x[a], (a,)) for a in free))
