@@ -18,7 +18,7 @@ from convoy.comm.group import Group
 from convoy.layout.layout import box, local_shape
 from convoy.layout.layout import whole as whole_box
 from convoy.machine.accelerator import to_device
-from convoy.measure.timed_sizes import ENDS_SLICES, POINT_LIMIT_S, Axes, choose_axes, full_axes, timing_s
+from convoy.measure.timed_sizes import ENDS_SLICES, POINT_LIMIT_S, Axes, choose_axes, full_axes, timed_rows, timing_s
 from convoy.measure.timing import ROUNDS, Now, Progress, RoundTimer, Times, Timing, Workload, plain_torch
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import TracedModel, disable_in_place
@@ -28,7 +28,7 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
 from convoy.plan.steps import ComputeStep, Part
-from convoy.plan.strategy import Channel, Filter, One, Placement, place, tile_cuts
+from convoy.plan.strategy import Channel, Filter, One, Placement, place
 from convoy.runtime.batch_norm import GlobalBatchNorm
 from convoy.runtime.clock import Clock
 from convoy.runtime.kernels import Arithmetic, Gradients, arithmetic, in_precision
@@ -38,9 +38,6 @@ from convoy.simulate.compute import shape_s
 SPEEDS_SLICE_S, SPEEDS_ROUNDS = 0.01, 3
 
 DRAWN = 1 << 16  # the most random numbers drawn for one input; a larger input repeats them
-LARGE_BYTES, LEAST_ROWS = 64 << 20, 64
-"""Of a sample with more bytes, in and out of a layer, only some rows are timed, in proportion, because all of them may fit in
-no device's memory. But never fewer rows than these."""
 
 
 class LayerTimer:
@@ -126,15 +123,15 @@ class LayerTimer:
         # A disturbed call of a small size says little about large ones, so approach the largest size step by step.
         limit_s = max(allowance_s, ENDS_SLICES * self.timer.slice_s)
         for step in range(1, max(len(full.samples), len(full.outputs))):
-            samples, outputs = (axis[min(step, len(axis) - 1)] for axis in (full.samples, full.outputs))
-            larger = LocalSize(samples, outputs, whole.inputs)
+            outputs = full.outputs[min(step, len(full.outputs) - 1)]
+            larger = replace(whole, outputs=outputs).with_images(full.samples[min(step, len(full.samples) - 1)])
             if expected_s(larger) > POINT_LIMIT_S or timing_s(expected_s(larger), self.timer.slice_s) > limit_s:
                 break
             known, known_s = larger, self.time(name, larger)
         axes = choose_axes(full, whole, expected_s, allowance_s, self.timer.slice_s)
         sizes = axes.sizes(whole)
         if layer.statistics and layer.kind == "batch_norm":
-            sizes += [replace(whole, samples=samples, shares_statistics=True) for samples in axes.samples]
+            sizes += [replace(whole, shares_statistics=True).with_images(samples) for samples in axes.samples]
         return sizes
 
     def unknown(self, name: str) -> list[LocalSize]:
@@ -159,10 +156,11 @@ class LayerTimer:
         return self._times(name, size).both_s
 
     def _times(self, name: str, size: LocalSize) -> Times:
-        """Return the seconds of whole images."""
+        """Return the seconds of exactly this size; whole rows were timed."""
         forward_s, backward_s, spread = self.timings[name, size].times(steady=self.timer.steady)
-        rows, timed = timed_rows(self.traced.graph, self.traced.graph[name])
-        return Times(forward_s * rows / timed, backward_s * rows / timed, spread)
+        rows = timed_rows(self.traced.graph, self.traced.graph[name])[0]
+        factor = size.tile * rows / _whole_rows(size, rows) if size.tile < 1.0 else 1.0
+        return Times(factor * forward_s, factor * backward_s, spread)
 
     def rows(self, factor: float = 1.0) -> dict[str, list[list[Any]]]:
         """Return each layer's points as `LayerPoint` values without device and layer, seconds times `factor`."""
@@ -173,7 +171,8 @@ class LayerTimer:
                     times = self._times(name, size)
                     seconds = [factor * times.forward_s, factor * times.backward_s, times.spread]
                     shared = size.shares_statistics
-                    rows[name].append([size.samples, size.outputs, size.inputs, *seconds, shared, off_grid])
+                    tile = size.tile if size.tile < 1.0 else None
+                    rows[name].append([size.samples, size.outputs, size.inputs, *seconds, shared, off_grid, tile])
         return rows
 
 
@@ -211,7 +210,8 @@ def time_layers(layers: LayerTimer, progress: Progress = lambda _: None) -> dict
         if graph[name].batched and graph[name].kind != "pick":
             if first not in seconds:
                 progress(f"layer {name}")
-                seconds[first] = layers.time(first, whole_size(graph[first], samples)) / samples
+                images = min(samples, timed_rows(graph, graph[first])[2])
+                seconds[first] = layers.time(first, whole_size(graph[first], 1).with_images(images)) / images
             seconds[name] = seconds[first]
     return seconds
 
@@ -233,18 +233,8 @@ class SharedStatistics(Arithmetic):
         return self.norm.backward(x, g, by, row, row, wants[0])
 
 
-def timed_rows(graph: Graph, layer: Layer) -> tuple[int, int]:
-    """Return the rows of an image that a layer reads, and how many of them are timed. (1, 1): the layer takes whole images."""
-    sources = [graph[name] for name in layer.inputs]
-    shapes = [source.shape for source in sources if source.batched]
-    if len({shape[1:] for shape in shapes}) != 1 or any(source.several for source in sources) or len(shapes[0]) < 2:
-        return 1, 1
-    by_rows = (cut.parts == shapes[0][1] for cut in tile_cuts(graph, layer) if {2} <= {*cut.inputs} <= {2, None})
-    if not (layer.windows[0].kind not in ("nearest", "linear", "unshuffle") if layer.windows else any(by_rows)):
-        return 1, 1
-    size_bytes = 4 * sum(map(math.prod, (*shapes, layer.shape)))
-    rows = shapes[0][1]
-    return rows, min(rows, max(LEAST_ROWS, rows * LARGE_BYTES // size_bytes))
+def _whole_rows(size: LocalSize, rows: int) -> int:
+    return max(1, round(size.tile * rows))
 
 
 @contextmanager
@@ -322,7 +312,7 @@ def _inputs(
 ) -> list[Any]:
     """Return random inputs. An input layer with several outputs is run, because only running it shows their shapes."""
     graph, inputs = traced.graph, list[Any]()
-    rows, timed = timed_rows(graph, layer)
+    rows = timed_rows(graph, layer)[0]
     for layout, name in zip(placed.takes, layer.inputs, strict=True):
         source = graph[name]
         if source.several:
@@ -332,7 +322,8 @@ def _inputs(
             inputs.append(run.forward(given, size.samples, False, [])[0])
         else:
             shape, dtype = local_shape(layout, 0, source.batch_shape(size.samples)), getattr(torch, source.dtype)
-            shape = (*shape[:2], timed, *shape[3:]) if timed < rows and source.batched else shape
+            cut = size.tile < 1.0 and source.batched
+            shape = (*shape[:2], _whole_rows(size, rows), *shape[3:]) if cut else shape
             if not dtype.is_floating_point:
                 inputs.append(torch.zeros(shape, dtype=dtype, device=device))
                 continue

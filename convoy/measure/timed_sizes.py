@@ -3,9 +3,11 @@
 A grid reaches from one sample to the global batch, so it is coarse if time is short.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from convoy.errors import PlanError
 from convoy.measure.timing import ROUNDS, SLICE_S
@@ -14,7 +16,7 @@ from convoy.plan.device_program import LocalSize, local_size, sizes_in_chunks, w
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS
 from convoy.plan.steps import ComputeStep, StepList
-from convoy.plan.strategy import cuts
+from convoy.plan.strategy import cuts, tile_cuts
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.planner import candidates
 from convoy.planner.request import PlanRequest
@@ -30,8 +32,14 @@ POINT_LIMIT_S = 1.5
 
 CANDIDATES = 3  # sizes of this many best plans are timed, because new times may change their order
 
+LARGE_BYTES, LEAST_ROWS = 64 << 20, 8
+"""Of an image with more bytes, in and out of a layer, only some rows are timed, because all of them may fit in no device's
+memory. But never fewer rows than these."""
+
 LEAST_FRACTION = 0.01
 """A plan's size is timed only if the layer takes more than this fraction of the device's compute time."""
+
+_Number = TypeVar("_Number", int, float)
 
 Expected = Callable[[LocalSize], float]
 """A function that returns the expected seconds of a size."""
@@ -39,34 +47,45 @@ Expected = Callable[[LocalSize], float]
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """The timed sizes of one layer: samples x outputs (with all inputs), and samples x inputs (with all outputs)."""
+    """The timed sizes of one layer: samples x outputs (with all inputs), and samples x inputs (with all outputs).
 
-    samples: tuple[int, ...]
+    Samples below 1 are tiles of images: their times are not proportional, because small tensors stay in caches.
+    """
+
+    samples: tuple[float, ...]
     outputs: tuple[int, ...]
     inputs: tuple[int, ...] = ()
 
     def sizes(self, whole: LocalSize) -> list[LocalSize]:
         """Return the sizes, small ones first."""
-        rows = [LocalSize(s, o, whole.inputs) for s in self.samples for o in self.outputs]
-        columns = [LocalSize(s, whole.outputs, i) for s in self.samples for i in self.inputs if i < whole.inputs]
-        return sorted([*rows, *columns], key=lambda size: size.samples * size.outputs * size.inputs)
+        rows = [replace(whole, outputs=o).with_images(s) for s in self.samples for o in self.outputs]
+        columns = [
+            replace(whole, inputs=i).with_images(s) for s in self.samples for i in self.inputs if i < whole.inputs
+        ]
+        return sorted([*rows, *columns], key=lambda size: size.images * size.outputs * size.inputs)
 
 
 def full_axes(graph: Graph, layer: Layer, batch: int) -> Axes:
-    """Return all sizes worth timing: a sixteenth, an eighth, a quarter, a half and the whole of each axis."""
+    """Return all sizes worth timing: a sixteenth, an eighth, a quarter, a half and the whole of each axis.
+
+    Fractions of one image are parts of its rows.
+    """
     if not layer.batched:
         return Axes((1,), (whole_size(layer, 1).outputs,))
     whole = whole_size(layer, batch)
     unit = granule(graph, layer)
     # One sample may be too few for statistics, and for Python code that halves the batch.
-    samples = _fractions(batch, 2 if layer.statistics or layer.kind == "opaque" else 1)
+    samples: tuple[float, ...] = _fractions(batch, 2 if layer.statistics or layer.kind == "opaque" else 1)
+    _, least, most = timed_rows(graph, layer)
+    tiles = (batch / divisor for divisor in DIVISORS if least <= batch / divisor < 1)
+    samples = tuple(n for n in sorted({*samples, *tiles}) if n <= most) or (most,)
     if unit is None:
         return Axes(samples, (whole.outputs,))
     outputs = tuple(unit * n for n in _fractions(whole.outputs // unit))
     if layer.weighted:
         return Axes(samples, outputs, _fractions(whole.inputs) if layer.sums_channels else ())
-    # Without weights the time is nearly proportional to the entries, so fewer sizes suffice.
-    return Axes(_every_second(samples), _every_second(outputs))
+    # Without weights the time of whole images is nearly proportional to the entries, so fewer sizes suffice.
+    return Axes(samples if samples[0] < 1 else _every_second(samples), _every_second(outputs))
 
 
 def granule(graph: Graph, layer: Layer) -> int | None:
@@ -77,17 +96,34 @@ def granule(graph: Graph, layer: Layer) -> int | None:
     return None if cut is None else whole_size(layer, 1).outputs // cut.parts
 
 
+def timed_rows(graph: Graph, layer: Layer) -> tuple[int, float, float]:
+    """Return the rows of an image that a layer reads, and the least and the most images to time; 0 rows: only whole images."""
+    sources = [graph[name] for name in layer.inputs]
+    shapes = [source.shape for source in sources if source.batched]
+    if len({shape[1:] for shape in shapes}) != 1 or any(source.several for source in sources) or len(shapes[0]) < 2:
+        return 0, 1.0, math.inf
+    # Not the axis of the outputs, which have sizes of their own.
+    cuts_of_tiles = (cut for cut in tile_cuts(graph, layer) if cut.axis != layer.feature_axis)
+    by_rows = (cut.parts == shapes[0][1] for cut in cuts_of_tiles if {2} <= {*cut.inputs} <= {2, None})
+    if not (layer.windows[0].kind not in ("nearest", "linear", "unshuffle") if layer.windows else any(by_rows)):
+        return 0, 1.0, math.inf
+    rows, image_bytes = shapes[0][1], 4 * sum(map(math.prod, (*shapes, layer.shape)))
+    reach = [(window.kernel - 1) * window.dilation + 1 for window in layer.windows[:1]]
+    least = min(1.0, max([LEAST_ROWS, *reach]) / rows)
+    return rows, least, math.inf if image_bytes <= LARGE_BYTES else max(least, LARGE_BYTES / image_bytes)
+
+
 def _fractions(whole: int, least: int = 1) -> tuple[int, ...]:
     return tuple(sorted({min(whole, max(least, whole // divisor)) for divisor in DIVISORS}))
 
 
-def _every_second(axis: Sequence[int]) -> tuple[int, ...]:
+def _every_second(axis: Sequence[_Number]) -> tuple[_Number, ...]:
     """Return every second size, always including the first and the last."""
-    return tuple(sorted({*axis[::-1][::2], *axis[:1]}))
+    return tuple(sorted(set(axis[::-1][::2]) | set(axis[:1])))
 
 
-def _ends(axis: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sorted({*axis[:1], *axis[-1:]}))
+def _ends(axis: Sequence[_Number]) -> tuple[_Number, ...]:
+    return tuple(sorted(set(axis[:1]) | set(axis[-1:])))
 
 
 def choose_axes(
@@ -104,7 +140,7 @@ def choose_axes(
         # Reduce inputs by the same factor as outputs, so that both largest points compute the same amount.
         most = whole.inputs * outputs[-1] / whole.outputs
         inputs = tuple(i for i in full.inputs if i <= most) or full.inputs[:1]
-        if expected_s(LocalSize(samples[-1], outputs[-1], whole.inputs)) > POINT_LIMIT_S:
+        if expected_s(replace(whole, outputs=outputs[-1]).with_images(samples[-1])) > POINT_LIMIT_S:
             continue
         for thin in (tuple, _every_second, _ends):
             axes = Axes(thin(samples), thin(outputs), _ends(inputs) if thin is _ends else _every_second(inputs))
@@ -167,6 +203,8 @@ def _sizes(steps: StepList, graph: Graph, costs: Costs, device: int, alike: Mapp
         # Shared statistics depend on samples only, and the grid interpolates those.
         if whole is None or not whole.samples or whole.shares_statistics or whole.tile < 1.0:
             continue
+        if timed_rows(graph, layer)[2] < 1.0:
+            continue  # a whole image may fit in no device's memory
         unit = granule(graph, layer)
         if whole.outputs < whole_size(layer, 1).outputs and (unit is None or whole.outputs % unit):
             continue  # split along another axis, which is proportional

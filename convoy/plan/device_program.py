@@ -54,6 +54,15 @@ class LocalSize:
     shares_statistics: bool = False
     tile: float = 1.0
 
+    @property
+    def images(self) -> float:
+        """The number of whole images with as many pixels."""
+        return self.samples * self.tile
+
+    def with_images(self, images: float) -> "LocalSize":
+        """Return this size with another number of images, or with a tile of one image."""
+        return replace(self, samples=max(1, int(images)), tile=min(1.0, float(images)))
+
 
 def whole_size(layer: Layer, samples: int) -> LocalSize:
     return LocalSize(samples, *layer.extents)

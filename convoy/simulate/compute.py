@@ -36,13 +36,13 @@ class Grid:
     """A table of measured seconds over samples and one other axis.
 
     Attributes:
-        samples, others: the measured sizes on both axes, ascending.
+        samples, others: the measured sizes on both axes, ascending. Samples below 1 are tiles of images.
         seconds: `seconds[i][j]` was measured at `samples[i]` and `others[j]`.
         axis: the axis of `others`.
     """
 
-    samples: tuple[int, ...]
-    others: tuple[int, ...]
+    samples: tuple[float, ...]
+    others: tuple[float, ...]
     seconds: tuple[tuple[float, ...], ...]
     axis: _Axis = "outputs"
 
@@ -53,8 +53,8 @@ class Grid:
 
     def edge(self, size: LocalSize) -> LocalSize:
         """Return the nearest size that is not beyond the grid."""
-        limited = {self.axis: min(getattr(size, self.axis), self.others[-1])}
-        return replace(size, samples=min(size.samples, self.samples[-1]), **limited)
+        limited = replace(size, **{self.axis: min(getattr(size, self.axis), self.others[-1])})
+        return limited if size.images <= self.samples[-1] else limited.with_images(self.samples[-1])
 
     def of(self, layer: Layer, size: LocalSize) -> float:
         """Return the seconds of a size. Beyond the grid, scale the seconds at its edge by a roofline.
@@ -63,11 +63,11 @@ class Grid:
         predicted three times too slow for 64 samples and 4,096 features.
         """
         edge = self.edge(size)
-        seconds = self.at(edge.samples, getattr(edge, self.axis))
+        seconds = self.at(edge.images, getattr(edge, self.axis))
         return seconds if edge == size else seconds * shape_s(layer, size) / shape_s(layer, edge)
 
 
-def _on_line(axis: Sequence[int], values: Sequence[float], x: float) -> float:
+def _on_line(axis: Sequence[float], values: Sequence[float], x: float) -> float:
     in_proportion = values[0] * x / axis[0]
     if len(axis) == 1:
         return in_proportion
@@ -140,7 +140,7 @@ class LayerTimes:
 
 def _doublings(a: LocalSize, b: LocalSize) -> float:
     """Return the distance between two sizes: the number of doublings, summed over all axes."""
-    pairs = ((a.samples, b.samples), (a.outputs, b.outputs), (a.inputs, b.inputs))
+    pairs = ((a.images, b.images), (a.outputs, b.outputs), (a.inputs, b.inputs))
     return sum(abs(math.log2(x / y)) for x, y in pairs if x != y)
 
 
@@ -158,8 +158,6 @@ class MeasuredTimes:
         """
         if size.samples == 0:
             return 0.0
-        if size.tile < 1.0:  # in proportion: a tile of a large image is measured nowhere
-            return size.tile * self.seconds(device, layer, phase, replace(size, tile=1.0), part)
         try:
             times = self.devices[device][layer.name]
         except (IndexError, KeyError):

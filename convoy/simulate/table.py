@@ -51,7 +51,7 @@ class LayerPoint:
     """The measured times of one layer on one device at one size.
 
     Attributes:
-        samples, outputs, inputs: the size, as in `convoy.plan.device_program.LocalSize`.
+        samples, outputs, inputs, tile: the size, as in `convoy.plan.device_program.LocalSize`; None: whole images.
         forward_s, backward_s: seconds of one call; backward is 0 without a gradient.
         spread: spread of forward + backward over the repetitions.
         shared: whether this is a batch norm that shares its statistics with other devices.
@@ -69,6 +69,11 @@ class LayerPoint:
     spread: Spread
     shared: Truth = False
     beside: Truth = False
+    tile: Annotated[float, Strict(), Field(gt=0, lt=1)] | None = None
+
+    @property
+    def images(self) -> float:
+        return self.samples * (self.tile or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +219,7 @@ class Measurement:
         devices = []
         for costs in self.device:
             largest = [
-                max(points, key=lambda p: (p.samples, p.outputs, p.inputs, not p.shared))
+                max(points, key=lambda p: (p.images, p.outputs, p.inputs, not p.shared))
                 for points in self.points_of(costs.device).values()
             ]
             repeats = of_repeats((point.forward_s + point.backward_s, point.spread) for point in largest)
@@ -356,10 +361,10 @@ def layer_times(points: Sequence[LayerPoint]) -> LayerTimes:
     forward, backward = _grids([p for p in alone if p.inputs == inputs], "outputs")
     times = LayerTimes(forward, backward)
     if fewer := [point for point in alone if point.inputs < inputs]:
-        outputs, samples = max(point.outputs for point in fewer), {point.samples for point in fewer}
+        outputs, samples = max(point.outputs for point in fewer), {point.images for point in fewer}
         if any(point.outputs != outputs for point in fewer):
             raise InputError(f"{_name(points[0])}: points with fewer inputs have all outputs; measure again")
-        whole = [p for p in alone if (p.inputs, p.outputs) == (inputs, outputs) and p.samples in samples]
+        whole = [p for p in alone if (p.inputs, p.outputs) == (inputs, outputs) and p.images in samples]
         forward, backward = _grids(fewer + whole * (len(whole) == len(samples)), "inputs")
         times = replace(times, forward_inputs=forward, backward_inputs=backward)
     if shared := [point for point in on_grid if point.shared]:
@@ -374,7 +379,7 @@ def layer_times(points: Sequence[LayerPoint]) -> LayerTimes:
 
 
 def _grids(points: Sequence[LayerPoint], axis: Literal["outputs", "inputs"]) -> tuple[Grid, Grid]:
-    table = {(point.samples, getattr(point, axis)): point for point in points}
+    table = {(point.images, getattr(point, axis)): point for point in points}
     if len(table) < len(points):
         raise InputError(f"{_name(points[0])}: a size is there twice; remove one")
     samples, others = (tuple(sorted({key[i] for key in table})) for i in (0, 1))

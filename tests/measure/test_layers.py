@@ -293,18 +293,21 @@ def test_large_images_are_timed_in_part(monkeypatch: pytest.MonkeyPatch) -> None
     pixels = (nn.ReLU(), nn.LayerNorm(4), nn.Linear(4, 4))
     model = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), *pixels, nn.AdaptiveMaxPool2d(1))
     traced = trace(model, torch.zeros(2, 3, 512, 8))
-    monkeypatch.setattr("convoy.measure.layer_timer.LARGE_BYTES", 10_000)
-    timer, reads = quick_timer(model, traced), dict[str, int]()
-    for name in "012345":
-        layer = traced.graph[name]
-        size = whole_size(layer, 2)
-        with torch.no_grad(), workload(model, traced, layer, size, (True,), backward=True) as work:
-            work.run.forward(work.inputs, 2, True, (True,))
-            reads[name] = work.inputs[0].shape[2]
-        timer.timings[name, size] = Timing([1.0], [3.0])
-        assert timer._times(name, size)[:2] == (layer_rows(name) / reads[name], 3 * layer_rows(name) / reads[name])
-    assert reads == {"0": 78, "1": 78, "2": 78, "3": 78, "4": 78, "5": 256}
+    monkeypatch.setattr("convoy.measure.timed_sizes.LARGE_BYTES", 10_000)
+    largest = {name: full_axes(traced.graph, traced.graph[name], 2).samples[-1] for name in "012345"}
+    assert largest == {"0": 1 / 8, **dict.fromkeys("1234", 1 / 4), "5": 2}  # of 65,536 and 32,768 bytes
+    monkeypatch.setattr("convoy.measure.timed_sizes.LARGE_BYTES", 1_000)
+    assert full_axes(traced.graph, traced.graph["0"], 2).samples == (8 / 512,)
 
 
-def layer_rows(name: str) -> int:
-    return 512 if name == "0" else 256
+def test_tiles_of_images_are_timed() -> None:
+    """Small tensors stay in caches: a ninth of the rows took a twentieth of the time."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 9))
+    traced = trace(model, torch.zeros(2, 3, 160, 32))
+    axes = [full_axes(traced.graph, traced.graph[name], 1).samples for name in ("0", "1", "2")]
+    assert axes == [(1 / 16, 1 / 8, 1 / 4, 1 / 2, 1), (1 / 8, 1 / 4, 1 / 2, 1), (1 / 8, 1 / 4, 1 / 2, 1)]
+    timer, size = quick_timer(model, traced), whole_size(traced.graph["2"], 1).with_images(0.13)
+    with torch.no_grad(), workload(model, traced, traced.graph["2"], size, (True,), backward=True) as work:
+        assert work.inputs[0].shape == (1, 4, 10, 16)
+    timer.timings["2", size] = Timing([1.0], [3.0])
+    assert timer._times("2", size)[:2] == (pytest.approx(1.04), pytest.approx(3.12))

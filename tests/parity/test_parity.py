@@ -45,6 +45,7 @@ SHORT = (10, 3, 10)
 
 
 SUMS = ("ring", "butterfly", "direct", "star")
+BOTH = (True, False)
 EVERY_SUM = [(plan, reduce) for reduce in SUMS for plan in PLANS]
 
 
@@ -86,7 +87,7 @@ def test_batch_norm_over_devices_follows_one_device(plan: str, net: str) -> None
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@pytest.mark.parametrize("plan", most_slow(2, ["mixed", "data-by-speed", "model", "sharded", "hybrid", "master"]))
+@pytest.mark.parametrize("plan", most_slow(1, ["mixed", "data-by-speed", "model", "sharded", "hybrid", "master"]))
 @pytest.mark.parametrize("net", [n for n in nets.NETS if n not in ("two-conv", "resnet", "mobile")])
 def test_nets_with_something_special(net: str, plan: str) -> None:
     check(Training(net, SHORT), mixed(net) if plan == "mixed" else by_name(plan, net))
@@ -137,11 +138,9 @@ def test_optimizers_keep_their_state_piece_by_piece(plan: str, optimizer: str) -
 
 
 @pytest.mark.parametrize(
-    ("net", "set_to_none"),
-    most_slow(2, [("resnet", True), ("bare", False), ("bare", True), ("opaque-per-sample", True)]),
+    ("plan", "one_sum", "net", "set_to_none"),
+    each_value(["mixed", "data-by-speed", "master"], BOTH, ["resnet", "bare", "opaque-per-sample"], BOTH),
 )
-@pytest.mark.parametrize("one_sum", [False, True], ids=["sum each pass", "one sum"])
-@pytest.mark.parametrize("plan", ["data-by-speed", "master", "mixed"])
 def test_gradients_of_two_batches_add_up(plan: str, one_sum: bool, net: str, set_to_none: bool) -> None:
     training = Training(net, (10, 3) * 4, accumulate=2, one_sum=one_sum, set_to_none=set_to_none)
     check(training, mixed(net) if plan == "mixed" else by_name(plan, net))

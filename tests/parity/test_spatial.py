@@ -13,6 +13,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.strategy import Batch, Spatial
 from convoy.runtime.module import Distributed
+from tests.support.slow import each_value, most_slow
 from tests.support.spatial_nets import Excitation, PerPixel, PixelGate, difference, random_difference, spatial
 from tests.support.threads import run_on_threads
 
@@ -59,9 +60,8 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "strategy", [Spatial((3, 0, 1, 2)), Spatial((3, 1, 2, 2), (0, 2), (2, 2))], ids=["rows", "batch and rows"]
+    ("case", "strategy"), each_value([*CASES], [Spatial((3, 0, 1, 2)), Spatial((3, 1, 2, 2), (0, 2), (2, 2))])
 )
-@pytest.mark.parametrize("case", CASES)
 def test_layer_on_tiles_gives_the_numbers_of_one_device(case: str, strategy: Spatial) -> None:
     layer, shape = CASES[case]
     torch.manual_seed(1)
@@ -79,7 +79,7 @@ def test_grid_of_tiles_gives_the_numbers_of_one_device(axes: tuple[int, ...]) ->
     assert difference(net, spatial(net, x, 4, Spatial((5, 1, 2, 2), axes, (2, 2))), [x, x[:1], x]) < 1e-10
 
 
-@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(n, marks=pytest.mark.slow) for n in range(12, 212))])
+@pytest.mark.parametrize("seed", most_slow(6, range(212)))
 def test_random_net_with_random_cuts_gives_the_numbers_of_one_device(seed: int) -> None:
     """`python -m tests.support.spatial_nets FIRST COUNT` runs more of them."""
     assert random_difference(seed) < 1e-10

@@ -80,7 +80,9 @@ def test_measured_file_round_trips(measured: Measurement) -> None:
     assert Measurement.from_toml(text).to_toml() == text
 
 
-def point(layer: str = "conv1", samples: int = 4, outputs: int = 6, inputs: int = 3, **other: float) -> LayerPoint:
+def point(
+    layer: str = "conv1", samples: int = 4, outputs: int = 6, inputs: int = 3, **other: float | None
+) -> LayerPoint:
     values = {"forward_s": 1e-3, "backward_s": 2e-3, "spread": 0.1} | other
     return LayerPoint("a-cpu", layer, samples, outputs, inputs, **values)
 
@@ -197,6 +199,20 @@ def test_times_are_interpolated_over_filters_and_over_inputs() -> None:
     # Six filters from one input: measured; from two: half way to the grid with all three, which shares its column.
     assert at(4, 6, 1) == pytest.approx(9.0)
     assert at(4, 6, 2) == pytest.approx((9.0 + 25.0) / 2)
+
+
+def test_times_of_tiles_are_interpolated() -> None:
+    """Half of an image takes a quarter of its time here, not a half."""
+    tiles = [(None, 8.0), (0.5, 2.0), (0.25, 1.0)]
+    points = [point(samples=1, tile=tile, forward_s=forward_s) for tile, forward_s in tiles]
+    measured = measured_by(*points)
+    assert Measurement.from_toml(measured.to_toml()) == measured
+    times = layer_times(points)
+    at = lambda images: times.seconds(GRAPH["conv1"], "forward", LocalSize(1, 6, 3).with_images(images))  # noqa: E731
+    assert [at(images) for images in (1, 0.75, 0.5, 0.375)] == pytest.approx([8.0, 5.0, 2.0, 1.5])
+    assert at(4) == pytest.approx(4 * 8.0)
+    # Two images, a quarter of each.
+    assert times.seconds(GRAPH["conv1"], "forward", LocalSize(2, 6, 3, tile=0.25)) == pytest.approx(2.0)
 
 
 def test_single_device_replay_sums_layers_and_optimizer() -> None:
