@@ -21,6 +21,7 @@ from convoy.layout.layout import (
     Split,
     Tiles,
     Windows,
+    covers,
     everywhere,
     holders,
     is_tiling,
@@ -261,7 +262,7 @@ def follow(graph: Graph, layer: Layer, leading: Layout, devices: int) -> Placeme
             before = graph[layer.inputs[first]].batch_shape(_batch_of(leading))
             after = layer.batch_shape(before[0])
             tiles = Tiles(tuple(_rescaled(b, before, after, free, first) for b in boxes))
-            return _in_tiles(graph, layer, tiles) if is_tiling(tiles.boxes, after) else None
+            return _in_tiles(graph, layer, tiles) if covers([b for b in tiles.boxes if b], whole(after)) else None
         case Split(axis, shares) if axis > 0:
             if layer.shared:
                 return None
@@ -368,9 +369,7 @@ def tile_cuts(graph: Graph, layer: Layer) -> tuple[Cut, ...]:
     match layer.kind:
         case "linear":
             return each[:-1]
-        case "cat" if not layer.axis:
-            return ()
-        case "elementwise" | "join" | "cat" | "parts":
+        case "elementwise" | "join" | "cat" | "parts" if layer.kind != "cat" or layer.axis:
             return tuple(cut for cut in cuts(graph, layer) if not cut.parameters)
     return ()
 
