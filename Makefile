@@ -28,8 +28,8 @@ endif
 demo: $(READY)  ## four unequal local processes train one CNN; one device beside them
 	$(BIN)/convoy demo
 
-test: $(READY)  ## everything that fits into ten minutes on two cores
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+test: $(READY)  ## everything that fits into eight minutes on two cores
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 test-full: $(ENGINES)  ## the slow checks too, with the engines that they start
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'slow or not slow'

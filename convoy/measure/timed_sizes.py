@@ -105,7 +105,7 @@ def timed_rows(graph: Graph, layer: Layer) -> tuple[int, float, float]:
     # Not the axis of the outputs, which have sizes of their own.
     cuts_of_tiles = (cut for cut in tile_cuts(graph, layer) if cut.axis != layer.feature_axis)
     by_rows = (cut.parts == shapes[0][1] for cut in cuts_of_tiles if {2} <= {*cut.inputs} <= {2, None})
-    if not (layer.windows[0].kind not in ("nearest", "linear") if layer.windows else any(by_rows)):
+    if not (layer.windows[0].kind not in ("nearest", "linear", "unshuffle") if layer.windows else any(by_rows)):
         return 0, 1.0, math.inf
     rows, image_bytes = shapes[0][1], 4 * sum(map(math.prod, (*shapes, layer.shape)))
     reach = [(window.kernel - 1) * window.dilation + 1 for window in layer.windows[:1]]

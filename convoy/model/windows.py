@@ -11,7 +11,9 @@ from typing import Literal
 Span = tuple[int, int]
 """First position, and the one after the last."""
 
-WindowKind = Literal["conv", "conv_transpose", "max_pool", "avg_pool", "nearest", "linear", "adaptive"]
+WindowKind = Literal[
+    "conv", "conv_transpose", "max_pool", "avg_pool", "nearest", "linear", "adaptive", "shuffle", "unshuffle"
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class Window:
         extent, outputs: lengths of the whole axis of the input and of the output.
         kernel, stride, dilation: as in torch.
         before, after: padding at both ends.
-        mode: padding mode of a convolution: "zeros", "reflect", "replicate" or "circular".
+        mode: padding mode of a convolution or padding layer: "zeros", "reflect", "replicate" or "circular".
         counts_padding: whether an average counts the padding.
         scale: input positions per output position of a resize; 0: the ratio of the lengths.
         corners: whether a linear resize aligns the corners.
@@ -45,7 +47,7 @@ class Window:
         """Return the positions that an output span reads, those in the padding too."""
         first, last, reach = out[0], out[1] - 1, (self.kernel - 1) * self.dilation
         match self.kind:
-            case "conv_transpose":
+            case "conv_transpose" | "shuffle":
                 return -(-(first + self.before - reach) // self.stride), (last + self.before) // self.stride + 1
             case "nearest":
                 return self.sources()[first], self.sources()[last] + 1

@@ -241,6 +241,8 @@ def _windowed_call(model: nn.Module, layer: Layer, operation: Operation, tile: t
         return lambda inputs, _samples: _resized(inputs[0], spans)
     if kind == "adaptive":
         return lambda inputs, _samples: _adapted(inputs[0], spans).reshape([stop - start for start, stop in tile[0]])
+    if kind in ("shuffle", "unshuffle"):
+        return lambda inputs, _samples: _shuffled(inputs[0], spans)
     if kind == "max_pool":
         return lambda inputs, _samples: _max_pooled(inputs[0], spans)
     if kind == "avg_pool":
@@ -307,6 +309,8 @@ def _averaged(x: Tensor, spans: _Spans) -> Tensor:
     for axis, span in enumerate(spans, 2):
         x = _padded(x, axis, *span)
     for axis, (window, out, _) in enumerate(spans, 2):
+        if window.kernel == window.stride == 1:  # nothing but padding
+            continue
         counts = torch.tensor([window.counted(i) for i in range(*out)], dtype=x.dtype, device=x.device)
         x = x.unfold(axis, window.kernel, window.stride).sum(-1) / counts.view(-1, *[1] * (x.dim() - 1 - axis))
     return x
@@ -336,6 +340,16 @@ def _transposed(x: Tensor, module: Any, spans: _Spans, parts: Sequence[bool]) ->
             start = held[0] * window.stride - window.before
             y = _pad(y, axis, start - out[0], out[1] - start - y.shape[axis])
     return y if module.bias is None else y + module.bias.view(-1, *[1] * len(spans))
+
+
+def _shuffled(x: Tensor, spans: _Spans) -> Tensor:
+    """Shuffle whole pixels, and crop to the tile."""
+    if spans[0][0].kind == "unshuffle":
+        return F.pixel_unshuffle(x, spans[0][0].stride)
+    y = F.pixel_shuffle(x, spans[0][0].stride)
+    for axis, (window, out, held) in enumerate(spans, 2):
+        y = _pad(y, axis, held[0] * window.stride - out[0], out[1] - held[1] * window.stride)
+    return y
 
 
 def _resized(x: Tensor, spans: _Spans) -> Tensor:

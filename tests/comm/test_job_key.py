@@ -194,7 +194,7 @@ def test_key_is_never_exposed(tmp_path: Path) -> None:
     assert len(secrets) >= 2
     written = tmp_path / "written"
     written.mkdir()
-    options = f"--devices 2 --limit 200 --page --checkpoint {written}/run --job-key {key}"
+    options = f"--devices 2 --speeds 1,1 --limit 200 --page --checkpoint {written}/run --job-key {key}"
     words = f"train --data digits --net two-conv:4:8 {options}".split()
     process, _ = started(words, tmp_path)
     seen = set[str]()

@@ -142,15 +142,15 @@ def _show(block: Block, names: dict[str, Any]) -> None:
 
 
 def _run(block: Block, command: str, printed: str) -> None:
-    status, out, err = _bash(command) if _needs_a_shell(block, command) else _here(shlex.split(command))
+    status, out, err = _bash(command) if _needs_a_shell(command) else _here(shlex.split(command))
     assert status == 0, f"{block.place}: {command}\n{out}{err}"
     shown = not printed or doctest.OutputChecker().check_output(printed, out, SHOWN)
     assert shown, f"{block.place}: {command}\nprinted\n{out}"
 
 
-def _needs_a_shell(block: Block, command: str) -> bool:
-    """Return whether a command needs bash: more than one call of convoy, the demo, or the first training."""
-    starts = command.startswith(("convoy demo", "convoy run")) or (block.page == "README.md" and "--devices" in command)
+def _needs_a_shell(command: str) -> bool:
+    """Return whether a command needs bash: more than one call of convoy, or one that starts scripts."""
+    starts = command.startswith(("convoy demo", "convoy run"))
     return not command.startswith("convoy ") or starts or bool(re.search(r"[;|&<>$#\n]", command))
 
 

@@ -17,6 +17,7 @@ from lab.chaos_disks import TROUBLES, with_troubles
 from lab.chaos_drawn import drawn
 from lab.chaos_joins import with_joins
 from lab.chaos_threads import resources, run
+from tests.support.slow import most_slow
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +38,7 @@ def test_random_events_change_no_number(seed: int) -> None:
 
 
 # 7: a device joins in the regroup that returns to the checkpoint.
-@pytest.mark.parametrize(
-    "seed", [100008, 7, pytest.param(100006, marks=pytest.mark.slow), pytest.param(100001, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("seed", most_slow(1, [100008, 7, 100006, 100001]))
 def test_devices_that_join_at_a_random_moment_change_no_number(seed: int) -> None:
     found = run(with_joins(drawn(seed)))
     assert not found.short

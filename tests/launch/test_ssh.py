@@ -217,6 +217,7 @@ def assert_as_one_device(output: str, training: str) -> None:
     assert float(apart) < 1e-4
 
 
+@pytest.mark.slow
 def test_ssh_fleet_trains_as_one_device(hosts: Lab, tmp_path: Path) -> None:
     """Use two devices on one host, one on the other; settings from a run file and the command line."""
     fleet = fleet_file(tmp_path, "", "")

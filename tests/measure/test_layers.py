@@ -290,11 +290,12 @@ def test_a_disturbed_small_size_does_not_stop_the_grid(monkeypatch: pytest.Monke
 
 def test_large_images_are_timed_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole image may fit in no device's memory."""
-    model = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+    pixels = (nn.ReLU(), nn.LayerNorm(4), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), *pixels, nn.AdaptiveMaxPool2d(1))
     traced = trace(model, torch.zeros(2, 3, 512, 8))
     monkeypatch.setattr("convoy.measure.timed_sizes.LARGE_BYTES", 10_000)
-    largest = {name: full_axes(traced.graph, traced.graph[name], 2).samples[-1] for name in ("0", "1", "2", "3")}
-    assert largest == {"0": 1 / 8, "1": 1 / 4, "2": 1 / 4, "3": 2}  # of 65,536 and 32,768 bytes
+    largest = {name: full_axes(traced.graph, traced.graph[name], 2).samples[-1] for name in "012345"}
+    assert largest == {"0": 1 / 8, **dict.fromkeys("1234", 1 / 4), "5": 2}  # of 65,536 and 32,768 bytes
     monkeypatch.setattr("convoy.measure.timed_sizes.LARGE_BYTES", 1_000)
     assert full_axes(traced.graph, traced.graph["0"], 2).samples == (8 / 512,)
 

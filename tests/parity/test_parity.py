@@ -5,6 +5,7 @@ every step, and the outputs in evaluation mode. Each net of `nets.py` has its ow
 """
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import convoy.plan.lower
 import convoy.plan.steps
+import convoy.runtime.module
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.fleet import Device, Fleet, Host, Nic
@@ -45,6 +47,7 @@ SHORT = (10, 3, 10)
 
 
 SUMS = ("ring", "butterfly", "direct", "star")
+BOTH = (True, False)
 EVERY_SUM = [(plan, reduce) for reduce in SUMS for plan in PLANS]
 
 
@@ -86,7 +89,7 @@ def test_batch_norm_over_devices_follows_one_device(plan: str, net: str) -> None
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@pytest.mark.parametrize("plan", most_slow(2, ["mixed", "data-by-speed", "model", "sharded", "hybrid", "master"]))
+@pytest.mark.parametrize("plan", most_slow(1, ["mixed", "data-by-speed", "model", "sharded", "hybrid", "master"]))
 @pytest.mark.parametrize("net", [n for n in nets.NETS if n not in ("two-conv", "resnet", "mobile")])
 def test_nets_with_something_special(net: str, plan: str) -> None:
     check(Training(net, SHORT), mixed(net) if plan == "mixed" else by_name(plan, net))
@@ -137,11 +140,9 @@ def test_optimizers_keep_their_state_piece_by_piece(plan: str, optimizer: str) -
 
 
 @pytest.mark.parametrize(
-    ("net", "set_to_none"),
-    most_slow(2, [("resnet", True), ("bare", False), ("bare", True), ("opaque-per-sample", True)]),
+    ("plan", "one_sum", "net", "set_to_none"),
+    each_value(["mixed", "data-by-speed", "master"], BOTH, ["resnet", "bare", "opaque-per-sample"], BOTH),
 )
-@pytest.mark.parametrize("one_sum", [False, True], ids=["sum each pass", "one sum"])
-@pytest.mark.parametrize("plan", ["data-by-speed", "master", "mixed"])
 def test_gradients_of_two_batches_add_up(plan: str, one_sum: bool, net: str, set_to_none: bool) -> None:
     training = Training(net, (10, 3) * 4, accumulate=2, one_sum=one_sum, set_to_none=set_to_none)
     check(training, mixed(net) if plan == "mixed" else by_name(plan, net))
@@ -155,6 +156,15 @@ def test_clipping_by_the_norm_of_all_gradients(plan: str, kind: float) -> None:
         training = Training(net, SHORT, clip=(largest, kind))
         assert any(norm > largest for norm in on_one(training).norms)
         check(training, mixed(net) if plan == "mixed" else by_name(plan, net))
+
+
+def test_a_group_of_threads_traces_a_model_once_in_each_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: every device traced the evaluation mode, a third of the time of all parity tests."""
+    spy = Mock(wraps=convoy.runtime.module.trace)
+    monkeypatch.setattr("convoy.runtime.module.trace", spy)
+    model, x = nets.build("two-conv"), torch.zeros(2, 3, 8, 8, dtype=torch.float64)
+    run_on_threads(4, lambda group: Distributed(model, by_name("data", "two-conv"), group, x))
+    assert [call.kwargs["training"] for call in spy.call_args_list] == [True, False]
 
 
 def test_a_gradient_that_is_no_number_shows_in_all() -> None:

@@ -16,6 +16,7 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
 from tests.support import nets
 from tests.support.one_device import EXACT, OPTIMIZERS, part
+from tests.support.slow import each_value
 from tests.support.threads import run_on_threads
 from tests.support.torch_seed import torch_seed
 
@@ -89,8 +90,7 @@ def segmenter() -> nn.Module:
         return Segmenter().double()
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize(("make", "optimizer"), [(resnet, "sgd"), (segmenter, "adamw")])
+@pytest.mark.parametrize(("plan", "make", "optimizer"), each_value(PLANS, [resnet, segmenter], ["sgd", "adamw"]))
 def test_training_at_several_image_sizes(make: Callable[[], nn.Module], optimizer: str, plan: str) -> None:
     def loop(model: nn.Module, call: Call, kind: str) -> list[Tensor]:
         own = OPTIMIZERS[kind](model.parameters())
@@ -115,8 +115,7 @@ def test_evaluation_of_whole_images_after_training_on_crops(plan: str) -> None:
     check(segmenter(), loop, plan, "sgd")
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("plan", "optimizer"), each_value(PLANS, ["adamw", "sgd"]))
 def test_freezing_batch_norm_and_layers_and_thawing_them(plan: str, optimizer: str) -> None:
     """A frozen parameter has no gradient, and keeps its momentum; a frozen batch norm its running statistics."""
 

@@ -13,6 +13,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.strategy import Batch, Spatial
 from convoy.runtime.module import Distributed
+from tests.support.slow import each_value, most_slow
 from tests.support.spatial_nets import Excitation, PerPixel, PixelGate, difference, random_difference, spatial
 from tests.support.threads import run_on_threads
 
@@ -46,6 +47,12 @@ CASES = {
     "mean and maximum over channels": (nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), PixelGate()), (9, 7)),
     "means over images and cells": (nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), Excitation(2, 4, 4)), (9, 7)),
     "adaptive pooling": (nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d((5, 3)), nn.Conv2d(4, 3, 1)), (9, 7)),
+    "pixel shuffle": (nn.Sequential(nn.Conv2d(3, 12, 1), nn.PixelShuffle(2), nn.PReLU(3), nn.Conv2d(3, 3, 3)), (5, 4)),
+    "pixel unshuffle": (nn.Sequential(nn.PixelUnshuffle(3), nn.PReLU()), (12, 9)),
+    "zero padding and cropping": (nn.ZeroPad2d((2, -1, -1, 4)), (9, 7)),
+    "reflection padding": (nn.Sequential(nn.ReflectionPad2d(3), nn.Conv2d(3, 4, 3)), (9, 7)),
+    "replication padding": (nn.ReplicationPad2d((0, 2, 6, 1)), (9, 7)),
+    "circular padding layer": (nn.CircularPad2d((2, 1, 3, 0)), (9, 7)),
     "one dimension": (nn.Sequential(nn.Conv1d(3, 4, 5, 2, 2), nn.BatchNorm1d(4), nn.MaxPool1d(2)), (23,)),
     "volumes": (nn.Sequential(nn.Conv3d(3, 4, 3, 1, 1), nn.BatchNorm3d(4), nn.AvgPool3d(2)), (8, 5, 6)),
     "volumes, transposed": (nn.Sequential(nn.Conv3d(3, 4, 2, 2), nn.ConvTranspose3d(4, 2, 2, 2)), (8, 5, 6)),
@@ -53,9 +60,8 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "strategy", [Spatial((3, 0, 1, 2)), Spatial((3, 1, 2, 2), (0, 2), (2, 2))], ids=["rows", "batch and rows"]
+    ("case", "strategy"), each_value([*CASES], [Spatial((3, 0, 1, 2)), Spatial((3, 1, 2, 2), (0, 2), (2, 2))])
 )
-@pytest.mark.parametrize("case", CASES)
 def test_layer_on_tiles_gives_the_numbers_of_one_device(case: str, strategy: Spatial) -> None:
     layer, shape = CASES[case]
     torch.manual_seed(1)
@@ -73,7 +79,7 @@ def test_grid_of_tiles_gives_the_numbers_of_one_device(axes: tuple[int, ...]) ->
     assert difference(net, spatial(net, x, 4, Spatial((5, 1, 2, 2), axes, (2, 2))), [x, x[:1], x]) < 1e-10
 
 
-@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(n, marks=pytest.mark.slow) for n in range(12, 212))])
+@pytest.mark.parametrize("seed", most_slow(6, range(212)))
 def test_random_net_with_random_cuts_gives_the_numbers_of_one_device(seed: int) -> None:
     """`python -m tests.support.spatial_nets FIRST COUNT` runs more of them."""
     assert random_difference(seed) < 1e-10

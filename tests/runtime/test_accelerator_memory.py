@@ -17,7 +17,6 @@ from convoy.errors import DeviceLostError, InputError, PlanError
 from convoy.machine.accelerator import limit_memory, memory_of
 from tests.conftest import ROOT
 from tests.support import sim
-from tests.support.slow import most_slow
 from tests.support.threads import run_on_threads
 
 pytestmark = pytest.mark.skipif(sim.COMPILER is None, reason=sim.NEEDS)
@@ -97,7 +96,8 @@ def convoy_on_sims(tmp_path: Path, line: str, **environment: str) -> "subprocess
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("spare", "status"), most_slow(1, [("auto", 0), ("none", 2)]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("spare", "status"), [("auto", 0), ("none", 2)])
 def test_command_reports_a_full_accelerator(spare: str, status: int, tmp_path: Path) -> None:
     line = "train --devices sim:0,cpu --data digits --limit 120 --net two-conv:4:6 --speeds 2,1 --plan data --log none"
     done = convoy_on_sims(tmp_path, f"{line} --memory 20kB,1GB --spare {spare}")

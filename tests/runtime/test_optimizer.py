@@ -16,6 +16,7 @@ from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
+from tests.support.slow import each_value
 from tests.support.threads import run_on_threads
 from tests.support.torch_seed import torch_seed
 
@@ -112,8 +113,7 @@ STATEFUL: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("plan", ["data-by-speed", "master", "model", "hybrid"])
-@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize(("name", "plan"), each_value([*STATEFUL], ["data-by-speed", "master", "model", "hybrid"]))
 def test_full_optimizer_state_matches_one_device(name: str, plan: str) -> None:
     model, optimizer = train_on_one(STATEFUL[name])
     keys = {parameter: key for key, parameter in model.named_parameters()}

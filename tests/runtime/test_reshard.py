@@ -170,8 +170,7 @@ def test_special_nets_reshard(net: str) -> None:
     check(Training(net, SIZES[:5]), {k: made(name, net) for k, name in enumerate(order)})
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("net", ["resnet", "bare"])
+@pytest.mark.parametrize(("net", "set_to_none"), each_value(["resnet", "bare"], [True, False]))
 def test_accumulated_gradients_reshard_too(net: str, set_to_none: bool) -> None:
     """Reshard before batches 1, 3 and 6 of pairs (0, 1), (2, 3), ...: at 1 and 3 gradients are half accumulated."""
     training = Training(net, SIZES, accumulate=2, set_to_none=set_to_none, clip=(0.5, 2.0))

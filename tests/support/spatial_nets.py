@@ -75,6 +75,18 @@ class Excitation(nn.Module):
         return x * cells * means.view(*means.shape, *[1] * (x.dim() - 2))
 
 
+class Padded(nn.Module):
+    """Pads or crops the ends of all axes of images."""
+
+    def __init__(self, draw: random.Random, dims: int) -> None:
+        super().__init__()
+        self.mode = draw.choice(("constant", "constant", "reflect", "replicate", "circular"))
+        self.ends = [draw.randint(-1 if self.mode == "constant" else 0, 2) for _ in range(2 * dims)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.pad(x, self.ends, self.mode)
+
+
 class UNet(nn.Module):
     """A small U-Net without norms, in one to three dimensions. Sides of images are multiples of 4."""
 
@@ -98,12 +110,15 @@ class UNet(nn.Module):
         return result
 
 
+_KINDS = (
+    "transposed", "max", "average", "resize", "norm", "relu", "join", "pixel", "means", "pad", "shuffle"
+)  # fmt: skip
+
+
 def random_layer(draw: random.Random, dims: int, channels: int) -> tuple[nn.Module, int]:
     """Return a layer for a number of channels, and the channels of its output."""
     outputs, kernel, stride = 2 * draw.randint(1, 3), draw.randint(1, 4), draw.randint(1, 2)
-    kind = draw.choice(
-        ("conv", "conv", "conv", "transposed", "max", "average", "resize", "norm", "relu", "join", "pixel", "means")
-    )
+    kind = draw.choice(("conv", "conv", "conv", *_KINDS))
     if kind == "conv":
         dilation, groups = draw.randint(1, 2), draw.choice((1, 1, 2))
         mode = draw.choice(("zeros", "zeros", "reflect", "replicate", "circular"))
@@ -127,8 +142,14 @@ def random_layer(draw: random.Random, dims: int, channels: int) -> tuple[nn.Modu
         return draw.choice((linear, nn.Upsample(scale_factor=draw.choice((2.0, 1.5, 0.6))))), channels
     if kind == "norm":
         return draw.choice((NORMS[dims](channels), NORMS[dims](channels), nn.GroupNorm(2, channels))), channels
-    if kind == "relu":
-        return nn.LeakyReLU(), channels
+    if kind in ("relu", "shuffle"):
+        return nn.LeakyReLU() if kind == "relu" else nn.PReLU(channels), channels
+    if kind == "pad":
+        return Padded(draw, dims), channels
+    if kind == "shuffle" and dims == 2:
+        shuffle = (nn.Conv2d(channels, 2 * outputs, 1), nn.PixelShuffle(2), nn.PReLU(outputs // 2))
+        back = draw.random() < 0.5
+        return nn.Sequential(*shuffle, *[nn.PixelUnshuffle(2)] * back), 2 * outputs if back else outputs // 2
     if kind == "means":
         return Excitation(dims, channels, draw.randint(1, 5)), channels
     if kind == "pixel":

@@ -189,6 +189,15 @@ def _windows(call: Call) -> tuple[Window, ...]:
         return tuple(_window(kind, *row, counts=counts) for row in rows)
     if name.startswith(("adaptiveavgpool", "mean")):
         return tuple(Window("adaptive", a, b) for a, b in zip(x, y or (1,) * len(x), strict=True))
+    if "pad" in name:
+        widths: Any = call.argument(1, "pad") if m is None else m.padding
+        mode = call.argument(2, "mode", "constant") if m is None else name.partition("pad")[0]
+        ends: Any = [*widths, *[0] * (2 * len(x) - len(widths))][: 2 * len(x)]
+        if not _whole_numbers(ends) or given(3, "value"):
+            return ()
+        # An average over single positions.
+        rows = zip(x, y, each(1), each(1), each(1), ends[-2::-2], ends[-1::-2], strict=True)
+        return tuple(_window("avg_pool", *row, mode=_MODES.get(mode, mode)) for row in rows)
     mode = given(3, "mode", "nearest")
     linear = mode in ("linear", "bilinear", "trilinear")
     if name not in ("interpolate", "upsample") or not (linear or mode == "nearest") or given(6, "antialias", False):
@@ -201,6 +210,26 @@ def _windows(call: Call) -> tuple[Window, ...]:
     corners = bool(given(4, "align_corners", False))
     rows = zip(x, y, scales, strict=True)
     return tuple(Window("linear" if linear else "nearest", a, b, scale=s, corners=corners) for a, b, s in rows)
+
+
+_MODES = {"zero": "zeros", "constant": "zeros", "reflection": "reflect", "replication": "replicate"}
+
+
+@_rule_for("pixel_shuffle", "pixel_unshuffle", nn.PixelShuffle, nn.PixelUnshuffle)
+def _shuffle(call: Call) -> Known | None:
+    found, x, y = _CHANNELWISE(call), call.inputs[0], call.output
+    if found is None or len(x) != 4:
+        return found
+    kind: WindowKind = "shuffle" if y[2] > x[2] else "unshuffle"
+    factor = max(x[2], y[2]) // min(x[2], y[2])
+    return replace(found, windows=tuple(_window(kind, x[a], y[a], factor, factor, 1, 0, 0) for a in (2, 3)))
+
+
+@_rule_for(nn.PReLU)
+def _prelu(call: Call) -> Known | None:
+    found = _CHANNELWISE(call)
+    free = (Cut(axis, extent, (axis,)) for axis, extent in enumerate(call.output[2:], 2))
+    return found and replace(found, cuts=(*found.cuts, *free))
 
 
 @_rule_for("cat", "concat", "concatenate")
@@ -352,7 +381,7 @@ def _pad(call: Call) -> Known | None:
     if 0 in padded:
         return None
     if all(a >= 2 for a in padded):
-        return Known("pool") if len(x) > 2 else None
+        return Known("pool", windows=_windows(call)) if len(x) > 2 else None
     return Known("parts", tuple(Cut(a, x[a], (a,)) for a in range(1, len(x)) if a not in padded))
 
 
@@ -461,13 +490,13 @@ FUNCTIONS.update(
         "normalize": _along(2, "dim", 1),
         "flip": _along(1, "dims"),
         "roll": _along(2, "dims"),
-        **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle", "fold"), _CHANNELWISE),
+        "fold": _CHANNELWISE,
         # The method x.unfold(1, 3, 2) has other axes.
         "unfold": lambda call: _CHANNELWISE(call) if call.operation.call == "function" else None,
     }
 )
 MODULES.update(dict.fromkeys((nn.Softmax, nn.LogSoftmax, nn.Softmin), _SOFTMAX))
-MODULES.update(dict.fromkeys((nn.PReLU, nn.PixelShuffle, nn.PixelUnshuffle, nn.Unfold, nn.Fold), _CHANNELWISE))
+MODULES.update(dict.fromkeys((nn.Unfold, nn.Fold), _CHANNELWISE))
 
 
 @_rule_for(nn.GroupNorm)
