@@ -157,6 +157,16 @@ class Distributed(nn.Module):
         whole = whole or (self.takes_whole and batch is None and not self._announced)
         return self._run(traced, call, read_inputs(tensors, batch, whole, self._announced))
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if "module" in self._modules and hasattr(self.module, name):
+                raise AttributeError(
+                    f"{error}: use {name!r} of the model that you gave to prepare() or distribute()"
+                ) from None
+            raise
+
     @contextmanager
     def _lending(self, traced: TracedModel) -> Iterator[bool]:
         """Bring the sharded parameters that are in no layer of a trace, and return whether there are any."""
@@ -271,7 +281,7 @@ class Distributed(nn.Module):
         self._first_traces = {
             (part.path, part.call, _shapes(part), tuple(traced.modes.values())): (
                 part,
-                StateWatch(self.module, part.seen),
+                StateWatch(self.module, part.seen, part.path),
             )
             for traced in (self.traced[False], self.traced[True])  # a model without modes has one trace
             for part in traced.parts.values()
@@ -299,7 +309,7 @@ class Distributed(nn.Module):
             start_s = time.perf_counter()
             traced = self._traced_like(path, call, shapes)
             agree_on(self.group, "new trace", f"{signature} {traced.graph.fingerprint}", model_checks.DIFFERS)
-            found = self._traces[key] = traced, StateWatch(self.module, traced.seen)
+            found = self._traces[key] = traced, StateWatch(self.module, traced.seen, path)
             if len(self._traces) > MOST_VARIANTS:
                 del self._traces[next(iter(self._traces))]
             if self.group.device == 0 and (took_s := time.perf_counter() - start_s) > 1:

@@ -1,9 +1,11 @@
 """A notebook cell runs as a script on several devices."""
 
+import io
 import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,25 +56,12 @@ def test_an_interrupt_ends_the_devices() -> None:
             event.wait(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
-    event, seen = threading.Event(), _Seen()
+    event, seen = threading.Event(), io.StringIO()
     assert main is not None
     stopper = threading.Thread(target=stop)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("builtins.print", seen)
+        patch.setattr("builtins.print", partial(print, file=seen))
         stopper.start()
         with pytest.raises(KeyboardInterrupt):
             convoy.notebook(cell, "--devices 2")
     stopper.join()
-
-
-class _Seen:
-    """A print replacement that records its calls."""
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def __call__(self, *values: object, **_: object) -> None:
-        self.text += " ".join(map(str, values))
-
-    def getvalue(self) -> str:
-        return self.text

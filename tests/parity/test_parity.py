@@ -5,6 +5,7 @@ every step, and the outputs in evaluation mode. Each net of `nets.py` has its ow
 """
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import convoy.plan.lower
 import convoy.plan.steps
+import convoy.runtime.module
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.fleet import Device, Fleet, Host, Nic
@@ -154,6 +156,15 @@ def test_clipping_by_the_norm_of_all_gradients(plan: str, kind: float) -> None:
         training = Training(net, SHORT, clip=(largest, kind))
         assert any(norm > largest for norm in on_one(training).norms)
         check(training, mixed(net) if plan == "mixed" else by_name(plan, net))
+
+
+def test_a_group_of_threads_traces_a_model_once_in_each_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: every device traced the evaluation mode, a third of the time of all parity tests."""
+    spy = Mock(wraps=convoy.runtime.module.trace)
+    monkeypatch.setattr("convoy.runtime.module.trace", spy)
+    model, x = nets.build("two-conv"), torch.zeros(2, 3, 8, 8, dtype=torch.float64)
+    run_on_threads(4, lambda group: Distributed(model, by_name("data", "two-conv"), group, x))
+    assert [call.kwargs["training"] for call in spy.call_args_list] == [True, False]
 
 
 def test_a_gradient_that_is_no_number_shows_in_all() -> None:

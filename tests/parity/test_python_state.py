@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -265,11 +266,43 @@ def change_in_depth(block: nn.Module) -> None:
     block.settings["a"]["b"]["c"]["d"]["e"] = 0.5  # type: ignore[operator, index]
 
 
+def scaled(x: Tensor, by: dict[str, float] = {"k": 1.0}) -> Tensor:  # noqa: B006 - as in people's code
+    return x * by["k"] * scaled.k  # type: ignore[attr-defined, no-any-return]
+
+
+scaled.k = 1.0  # type: ignore[attr-defined]
+
+
+class ByFunction(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled(x)
+
+
+def change_default(_: nn.Module) -> None:
+    scaled.__defaults__[0]["k"] *= 0.5  # type: ignore[index]
+
+
+def change_function(_: nn.Module) -> None:
+    scaled.k *= 0.5  # type: ignore[attr-defined]
+
+
+def change_norm(block: nn.Module) -> None:
+    block.num_groups = 2  # type: ignore[assignment]
+
+
+def stop_tracking(block: nn.Module) -> None:
+    block.track_running_stats = False  # type: ignore[assignment]
+
+
 OUTSIDE: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], None]]] = {
     "SETTINGS": (BySettings, change_settings),
     "FACTOR": (ByGlobal, change_global),
     "ByClass.factor": (ByClass, change_class),
     "'settings' of module 'block'": (InDepth, change_in_depth),
+    "scaled.__defaults__": (ByFunction, change_default),
+    "scaled.k": (ByFunction, change_function),
+    "'num_groups' of module 'block'": (lambda: nn.GroupNorm(4, 4), change_norm),
+    "'track_running_stats' of module 'block'": (lambda: nn.BatchNorm2d(4), stop_tracking),
 }
 
 
@@ -305,6 +338,71 @@ def test_inputs_of_a_live_module_require_a_gradient_only_if_they_do_on_one_devic
         nn.Sequential(nn.Conv2d(3, 3, 1), Asking(), nn.Flatten(), nn.Linear(192, 4)),
     ):
         assert difference(model) < EXACT
+
+
+def frozen(model: nn.Module, x: Tensor) -> Tensor:
+    model.norm.eval()  # type: ignore[operator, union-attr]
+    return model.norm(model.conv(x))  # type: ignore[no-any-return, operator]
+
+
+def with_dilations(model: nn.Module, x: Tensor) -> Tensor:
+    conv: Any = model.conv
+    for d in (3, 2, 1):
+        conv.dilation = conv.padding = (d, d)
+        x = conv(x).tanh()
+    return x
+
+
+def partly_frozen(model: nn.Module, x: Tensor) -> Tensor:
+    y = model.conv(x)  # type: ignore[operator]
+    model.conv.requires_grad_(False)  # type: ignore[operator, union-attr]
+    y = model.conv(y.tanh())  # type: ignore[operator]
+    model.conv.requires_grad_(True)  # type: ignore[operator, union-attr]
+    return y  # type: ignore[no-any-return]
+
+
+def by_attribute_of_a_weight(model: nn.Module, x: Tensor) -> Tensor:
+    weight: Any = model.conv.weight  # type: ignore[union-attr]
+    weight.calls = 1 + getattr(weight, "calls", 0)
+    return model.conv(x) / weight.calls  # type: ignore[no-any-return, operator]
+
+
+@pytest.mark.parametrize("change", [frozen, with_dilations, partly_frozen, by_attribute_of_a_weight])
+def test_forwards_that_change_layers_of_torch_equal_one_device(change: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    """A trace saw the layers as they were at its end."""
+
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.fc = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Linear(192, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(change(self, x).flatten(1))  # type: ignore[no-any-return]
+
+    assert difference(Changing()) < EXACT
+
+
+class Configuration(dict):  # type: ignore[type-arg]
+    __getattr__ = dict.__getitem__
+
+
+CONFIGURATION = Configuration(gain=2.0)
+
+
+def test_globals_may_refuse_attributes_with_other_errors() -> None:
+    class Configured(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * CONFIGURATION.gain
+
+    assert not trace(Net(Configured()).double(), images(6)).live
+
+
+def test_a_forward_that_reads_the_environment_is_not_traced() -> None:
+    class ByEnvironment(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * float(os.environ.get("GAIN", "1"))
+
+    assert trace(Net(ByEnvironment()).double(), images(6)).live
 
 
 def test_a_dropout_of_nothing_stays_one() -> None:

@@ -164,7 +164,9 @@ mbit_per_s 1000
 def make_measurement(folder: Path) -> Path:
     fleet, layers = Fleet.from_toml(FLEET), tuple(graph().layers)
     costs = tuple(
-        DeviceCosts(each.name, 2e-10, 6e-10, 1e-9, **dict.fromkeys(Overheads.__dataclass_fields__, 1e-6))
+        DeviceCosts(
+            each.name, 2e-10, 6e-10, 1e-9, **(dict.fromkeys(Overheads.__dataclass_fields__, 1e-6) | {"live_bytes": 8})
+        )
         for each in fleet.devices
     )
     points = tuple(

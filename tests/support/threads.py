@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, final
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -103,20 +104,20 @@ class _Traced:
 
     def __init__(self) -> None:
         self.original, self.lock = convoy.runtime.module.trace, threading.Lock()
-        self.asked: Counter[Any] = Counter()
-        self.known: dict[Any, tuple[nn.Module, TracedModel]] = {}  # a model that is kept is the only one with its id
+        self.asked: WeakKeyDictionary[nn.Module, Counter[Any]] = WeakKeyDictionary()  # a script may drop its model
+        self.known: WeakKeyDictionary[nn.Module, dict[Any, TracedModel]] = WeakKeyDictionary()
 
     def trace(self, whole: nn.Module, example: Any, *, training: bool | None = True, **like: Any) -> TracedModel:
         if training is None:  # a new size or mode: the model is a copy of this device
             return self.original(whole, example, training=training, **like)
         form = tree_map(lambda x: (x.shape, x.dtype) if isinstance(x, torch.Tensor) else x, example)
-        key = (id(whole), training, str(form))
         with self.lock:
-            self.asked[threading.get_ident(), key] += 1
-            key = (*key, self.asked[threading.get_ident(), key])
-            if key not in self.known:
-                self.known[key] = whole, self.original(whole, example, training=training, **like)
-            return self.known[key][1]
+            asked, known = self.asked.setdefault(whole, Counter()), self.known.setdefault(whole, {})
+            asked[threading.get_ident(), training, str(form)] += 1
+            key = training, str(form), asked[threading.get_ident(), training, str(form)]
+            if key not in known:
+                known[key] = self.original(whole, example, training=training, **like)
+            return known[key]
 
 
 class _Lowered:

@@ -70,6 +70,10 @@ def form_of(value: Any, within: tuple[int, ...] = ()) -> Any:
     return (type(value).__qualname__, tuple((key, form_of(each, (*within, id(value)))) for key, each in inner))
 
 
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(each, _PLAIN) for each in value))
+
+
 def _form(value: Any) -> Any:
     try:
         return form_of(value)
@@ -182,7 +186,8 @@ def _autograd_function(value: Any) -> str:
 def _function(value: Any) -> FunctionType | None:
     """Return the Python function behind a function, method, property or decorated function."""
     value = value.fget if isinstance(value, property) else value
-    value = inspect.unwrap(getattr(value, "__func__", value))
+    value = value.__func__ if isinstance(value, MethodType | classmethod | staticmethod) else value
+    value = inspect.unwrap(value) if callable(value) else value
     return value if isinstance(value, FunctionType) else None
 
 
@@ -202,9 +207,10 @@ def _outside_of(
             holders.append((value.__name__, vars(value)))  # type: ignore[arg-type]
     for home, held in holders:
         yield from ((f"{home}.{n}", functools.partial(held.get, n, _MISSING)) for n in names if n in held)
+    home = f"{function.__module__}.{function.__qualname__}"
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        home = f"{function.__module__}.{function.__qualname__}.{name}"
-        yield home, functools.partial(_attribute, cell, "cell_contents")
+        yield f"{home}.{name}", functools.partial(_attribute, cell, "cell_contents")
+    yield f"{home}.__defaults__", functools.partial(getattr, function, "__defaults__")
 
 
 def _names_in(functions: Sequence[FunctionType], classes: Sequence[type]) -> _Code:
@@ -225,8 +231,12 @@ def _names_in(functions: Sequence[FunctionType], classes: Sequence[type]) -> _Co
             source = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
             if source in _CLOCKS and isinstance(value, ModuleType | BuiltinFunctionType):
                 clock = clock or value.__name__
+            elif source == "os" and own & {"environ", "getenv"}:
+                clock = clock or "os.environ"
             elif (called := _function(value)) is not None:
                 waiting.append(called)
+                read = (key for key in vars(called) if key in own)
+                outside.update((f"{name}.{key}", functools.partial(vars(called).get, key)) for key in read)
             elif not isinstance(value, ModuleType):
                 # Methods of the user's class, or of an object of one, that are called by these names.
                 cls = value if isinstance(value, type) else type(value)
@@ -292,7 +302,25 @@ class State:
         yield from ((name, held[key]) for name, held, key in self.attributes())
         for path, module, _ in self._rows:
             yield f"{path}{REGISTERED}", (*module._parameters, *module._buffers, *module._modules)
+            trained = [p is not None and p.requires_grad for p in module._parameters.values()]
+            for name, value in (("training", module.training), ("requires_grad", tuple(trained))):
+                yield f"{path}.{name}".lstrip("."), value
         yield from ((name, get()) for name, get in self.outside.items())
+
+
+def settings(modules: Mapping[str, nn.Module]) -> list[tuple[str, dict[str, Any], str]]:
+    """Return the attributes of torch's own modules, such as strides and groups: name, dictionary and key.
+
+    Only numbers may change later (momentum, eps, slopes), as layers read them in each call.
+    """
+    return [
+        (f"{path}.{key}", vars(module), key)
+        for path, module in modules.items()
+        if type(module).__module__.startswith("torch.nn")
+        for key, value in vars(module).items()
+        if key not in _OF_TORCH and key[0] != "_" and key != "inplace"
+        if _is_plain(value) and not isinstance(value, float | None)
+    ]
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -340,21 +368,22 @@ class StateWatch:
     Args:
         model: this device's copy, in the traced state.
         seen: paths of the modules that the trace enters.
+        part: path of the module that was traced.
     """
 
-    def __init__(self, model: nn.Module, seen: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, seen: Sequence[str], part: str) -> None:
         named = dict(model.named_modules())
         through = {path: named[path] for path in seen}
         state = State(through, named)
         self._lengths = [(path, m, len(vars(m)), replaced_by_hand(m), path in through) for path, m in named.items()]
         self._submodules = [(path, m._modules, dict(m._modules)) for path, m in through.items()]
-        rows: list[tuple[str, Any, str]] = [*state.attributes()]
+        rows: list[tuple[str, Any, str]] = [*state.attributes(), *settings(subtree(model, part))]
         # Dropout with p = 0 was traced as a layer without random numbers, so watch p.
         dropouts = [(f"{path}.p", vars(m)) for path, m in named.items() if "Dropout" in type(m).__name__]
         rows += [(name, held, "p") for name, held in dropouts if held.get("p") == 0]
         # Compare plain values by identity first, which is quick.
         values = [(*row, row[1][row[2]]) for row in rows]
-        self._attributes = [(*row, v if isinstance(v, _PLAIN) else _MISSING, _form(v)) for *row, v in values]
+        self._attributes = [(*row, v if _is_plain(v) else _MISSING, _form(v)) for *row, v in values]
         self._outside = [(name, get, _form(get())) for name, get in state.outside.items()]
 
     def check(self) -> None:

@@ -105,7 +105,8 @@ class _Tracer(fx.Tracer):
         self.seen: list[str] = []
         self.given_up: dict[str, str] = {}
         self.traced_func_name = chosen_forward(model) or "forward"
-        names = State(subtree(model)).names
+        state = State(subtree(model))
+        self._before, names = state.forms(), state.names
         self.types_asked = "is_tensor" in names or ("isinstance" in names and "Tensor" in names)
         self._thread = threading.get_ident()
         self._keys = {id(t): key for key, t in (*model.named_parameters(), *model.named_buffers())}
@@ -146,6 +147,8 @@ class _Tracer(fx.Tracer):
         # A parametrized weight is computed in separate layers, so the trace enters the module.
         of_torch = not is_parametrized(m) and super().is_leaf_module(m, path) and all(map(_is_of_torch, m.modules()))
         self._is_leaf = type(m) in MODULES or of_torch
+        if self._is_leaf and (names := self._changed(path)):
+            raise Untraceable(f"its forward changes {names[0]!r}")
         inside = m.modules() if self._is_leaf else [m]
         try:
             if path not in self.given_up:
@@ -161,6 +164,11 @@ class _Tracer(fx.Tracer):
         # The rest of this trace only shows which other modules cannot be traced.
         self.module_stack, self._is_leaf = stack, True
         return super().call_module(m, forward, args, kwargs)
+
+    def _changed(self, path: str) -> list[str]:
+        """Return the attributes of a module, and of those in it, that the forward has changed so far."""
+        found = State(subtree(self.root, path)).forms()
+        return [name for name, form in found.items() if form != self._before.get(name)]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002
         return self._is_leaf  # `call_module` has decided
@@ -342,6 +350,8 @@ class _Sized(_Recorded, fx.Proxy):
                 symbolic: Any = _Attribute(self, "shape") if None in shape else None
                 return _Shape(symbolic[i] if n is None else n for i, n in enumerate(shape))
         if not hasattr(Tensor, name) and self._is_tensor():
+            if self.node.op == "get_attr":
+                raise Untraceable(f"its forward reads {name!r} of {self.node.target!r}")
             raise AttributeError(f"a tensor has no attribute {name!r}")  # as `hasattr` expects
         return _Attribute(self, name)
 
