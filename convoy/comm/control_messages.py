@@ -59,7 +59,7 @@ def check_same(values: Sequence[object], otherwise: str) -> None:
     if others:
         raise MismatchError(
             f"device{'s' * (len(others) > 1)} {', '.join(others)} {otherwise} than device 0: start every device "
-            "with the same script and options"
+            "with the same script, options and random seeds"
         )
 
 

@@ -295,7 +295,7 @@ def test_different_plans_on_devices_are_refused() -> None:
         assert all(torch.equal(v, before[k]) for k, v in here.full_state_dict().items())
         return str(caught.value)
 
-    assert all("same script and options" in text for text in on_three(work))
+    assert all("same script, options and random seeds" in text for text in on_three(work))
 
 
 def test_reshard_refuses_plans_for_another_model_or_fleet() -> None:
