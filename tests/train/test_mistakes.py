@@ -169,7 +169,8 @@ def test_data_parallel_wrapper_is_refused() -> None:
         part._replicate_for_data_parallel()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        wrapped = nn.parallel.DistributedDataParallel(nn.Sequential(part))
+        # No first broadcast: gloo's thread needs the GIL to free its tensors, while the end of the group waits for the thread.
+        wrapped = nn.parallel.DistributedDataParallel(nn.Sequential(part), init_sync=False)
         with pytest.raises(InputError, match=r"DistributedDataParallel around .* remove that wrapper"):
             wrapped(x)
     finally:
