@@ -152,7 +152,7 @@ def test_job_log_has_all_data_for_the_page(tmp_path: Path) -> None:
     assert {row.lr for row in record.steps} == {0.01}
     assert f"A page of this run: {folder / 'report.html'}" in printed
     text = (folder / "report.html").read_text()
-    assert f"a micro-batch takes {seconds(predicted.step_s)}" in text
+    assert f"a micro-batch takes {seconds(predicted.one_pass.s)}" in text
     assert 'http-equiv="refresh"' not in text, "the run is over"
 
 
