@@ -158,7 +158,7 @@ class LayerTimer:
     def _times(self, name: str, size: LocalSize) -> Times:
         """Return the seconds of exactly this size; whole rows were timed."""
         forward_s, backward_s, spread = self.timings[name, size].times(steady=self.timer.steady)
-        rows = timed_rows(self.traced.graph, self.traced.graph[name])[0]
+        rows, _, _ = timed_rows(self.traced.graph, self.traced.graph[name])
         factor = size.tile * rows / _whole_rows(size, rows) if size.tile < 1.0 else 1.0
         return Times(factor * forward_s, factor * backward_s, spread)
 
@@ -210,7 +210,8 @@ def time_layers(layers: LayerTimer, progress: Progress = lambda _: None) -> dict
         if graph[name].batched and graph[name].kind != "pick":
             if first not in seconds:
                 progress(f"layer {name}")
-                images = min(samples, timed_rows(graph, graph[first])[2])
+                _, _, most = timed_rows(graph, graph[first])
+                images = min(samples, most)
                 seconds[first] = layers.time(first, whole_size(graph[first], 1).with_images(images)) / images
             seconds[name] = seconds[first]
     return seconds
@@ -312,7 +313,7 @@ def _inputs(
 ) -> list[Any]:
     """Return random inputs. An input layer with several outputs is run, because only running it shows their shapes."""
     graph, inputs = traced.graph, list[Any]()
-    rows = timed_rows(graph, layer)[0]
+    rows, _, _ = timed_rows(graph, layer)
     for layout, name in zip(placed.takes, layer.inputs, strict=True):
         source = graph[name]
         if source.several:

@@ -200,11 +200,10 @@ def _sizes(steps: StepList, graph: Graph, costs: Costs, device: int, alike: Mapp
             continue
         layer = graph[step.layer]
         whole = local_size(step, layer, device)
-        # Shared statistics depend on samples only, and the grid interpolates those.
-        if whole is None or not whole.samples or whole.shares_statistics or whole.tile < 1.0:
+        *_, most = timed_rows(graph, layer)  # below 1: a whole image may fit in no device's memory
+        # Shared statistics depend on samples only, and the grid interpolates those, and tiles.
+        if whole is None or not whole.samples or whole.shares_statistics or whole.tile < 1.0 or most < 1.0:
             continue
-        if timed_rows(graph, layer)[2] < 1.0:
-            continue  # a whole image may fit in no device's memory
         unit = granule(graph, layer)
         if whole.outputs < whole_size(layer, 1).outputs and (unit is None or whole.outputs % unit):
             continue  # split along another axis, which is proportional

@@ -266,8 +266,9 @@ def change_in_depth(block: nn.Module) -> None:
     block.settings["a"]["b"]["c"]["d"]["e"] = 0.5  # type: ignore[operator, index]
 
 
-def scaled(x: Tensor, by: dict[str, float] = {"k": 1.0}) -> Tensor:  # noqa: B006 - as in people's code
-    return x * by["k"] * scaled.k  # type: ignore[attr-defined, no-any-return]
+# Mutable defaults, as in people's code.
+def scaled(x: Tensor, by: dict[str, float] = {"k": 1.0}, *, again: dict[str, float] = {"k": 1.0}) -> Tensor:  # noqa: B006
+    return x * by["k"] * again["k"] * scaled.k  # type: ignore[attr-defined, no-any-return]
 
 
 scaled.k = 1.0  # type: ignore[attr-defined]
@@ -280,6 +281,14 @@ class ByFunction(nn.Module):
 
 def change_default(_: nn.Module) -> None:
     scaled.__defaults__[0]["k"] *= 0.5  # type: ignore[index]
+
+
+def change_keyword_default(_: nn.Module) -> None:
+    scaled.__kwdefaults__["again"]["k"] *= 0.5
+
+
+def change_scale(block: nn.Module) -> None:
+    block.scale_factor = 3.0  # type: ignore[assignment]
 
 
 def change_function(_: nn.Module) -> None:
@@ -300,7 +309,9 @@ OUTSIDE: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], None]]] 
     "ByClass.factor": (ByClass, change_class),
     "'settings' of module 'block'": (InDepth, change_in_depth),
     "scaled.__defaults__": (ByFunction, change_default),
+    "scaled.__kwdefaults__": (ByFunction, change_keyword_default),
     "scaled.k": (ByFunction, change_function),
+    "'scale_factor' of module 'block'": (lambda: nn.Upsample(scale_factor=2), change_scale),
     "'num_groups' of module 'block'": (lambda: nn.GroupNorm(4, 4), change_norm),
     "'track_running_stats' of module 'block'": (lambda: nn.BatchNorm2d(4), stop_tracking),
 }

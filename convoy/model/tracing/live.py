@@ -15,7 +15,7 @@ from convoy.model.graph import Graph
 from convoy.model.nested import Arguments, CallForm, Example, arguments_of, map_tensors, tensors_of
 from convoy.model.operation import Ref, TracedModel, fill, renumbered
 from convoy.model.tracing.copies import hooked, written
-from convoy.model.tracing.python_state import REGISTERED, State, changed, form_of, random_kept, settings, subtree
+from convoy.model.tracing.python_state import REGISTERED, State, changed, random_kept, settings, subtree
 from convoy.model.tracing.trials import first_line, refuse_unregistered
 
 _LEAST = 0.03
@@ -96,7 +96,7 @@ class RecordedForward:
         self._hooked = [path for path, module in model.named_modules() if path and hooked(module)]
         state = State(dict(model.named_modules()))
         before = state.forms()
-        self._settings = {name: form_of(held[key]) for name, held, key in settings(dict(model.named_modules()))}
+        self._settings = {name: held[key] for name, held, key in settings(dict(model.named_modules()))}
         with random_kept(), torch.enable_grad(), written(model.parameters()), _Uses(model) as uses:
             for path, module in model.named_modules():
                 if path and not isinstance(module, torch.jit.ScriptModule):
@@ -130,10 +130,9 @@ class RecordedForward:
             form, tensors = CallForm.of(module, Arguments(args, kwargs))
         except InputError:  # an argument of an unknown type
             tensors = []
+        rows = settings(subtree(self.model, path))
+        unlike = any(held[key] != self._settings.get(name) for name, held, key in rows)
         # Hooks on what autograd keeps, such as those of checkpoint, cannot be in a step.
-        unlike = any(
-            form_of(held[key]) != self._settings.get(name) for name, held, key in settings(subtree(self.model, path))
-        )
         if not tensors or unlike or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             self._calls[path] = None
             return

@@ -137,7 +137,7 @@ class _Code:
         any: whether the code may read any attribute of its module (for example by getattr).
         outside: name -> getter of a value outside of modules: a global variable, an attribute of a class, a variable of an
             enclosing function.
-        clock: the name of a clock or random source in the code, or "".
+        clock: the name of a clock, of a random source or of the environment in the code, or "".
         function: the name of an autograd.Function in the code, or "".
     """
 
@@ -210,7 +210,9 @@ def _outside_of(
     home = f"{function.__module__}.{function.__qualname__}"
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield f"{home}.{name}", functools.partial(_attribute, cell, "cell_contents")
-    yield f"{home}.__defaults__", functools.partial(getattr, function, "__defaults__")
+    for name in ("__defaults__", "__kwdefaults__"):
+        if not _is_plain(getattr(function, name)):
+            yield f"{home}.{name}", functools.partial(getattr, function, name)
 
 
 def _names_in(functions: Sequence[FunctionType], classes: Sequence[type]) -> _Code:
@@ -303,15 +305,15 @@ class State:
         for path, module, _ in self._rows:
             yield f"{path}{REGISTERED}", (*module._parameters, *module._buffers, *module._modules)
             trained = [p is not None and p.requires_grad for p in module._parameters.values()]
-            for name, value in (("training", module.training), ("requires_grad", tuple(trained))):
-                yield f"{path}.{name}".lstrip("."), value
+            yield f"{path}.training".lstrip("."), module.training
+            yield f"{path}.requires_grad".lstrip("."), trained
         yield from ((name, get()) for name, get in self.outside.items())
 
 
 def settings(modules: Mapping[str, nn.Module]) -> list[tuple[str, dict[str, Any], str]]:
     """Return the attributes of torch's own modules, such as strides and groups: name, dictionary and key.
 
-    Only numbers may change later (momentum, eps, slopes), as layers read them in each call.
+    Numbers (momentum, eps, slopes) may change later, as layers read them in each call; not those of a `Window`.
     """
     return [
         (f"{path}.{key}", vars(module), key)
@@ -319,7 +321,7 @@ def settings(modules: Mapping[str, nn.Module]) -> list[tuple[str, dict[str, Any]
         if type(module).__module__.startswith("torch.nn")
         for key, value in vars(module).items()
         if key not in _OF_TORCH and key[0] != "_" and key != "inplace"
-        if _is_plain(value) and not isinstance(value, float | None)
+        if _is_plain(value) and (key in ("scale_factor", "value") or not isinstance(value, float | None))
     ]
 
 

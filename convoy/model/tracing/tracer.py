@@ -167,8 +167,7 @@ class _Tracer(fx.Tracer):
 
     def _changed(self, path: str) -> list[str]:
         """Return the attributes of a module, and of those in it, that the forward has changed so far."""
-        found = State(subtree(self.root, path)).forms()
-        return [name for name, form in found.items() if form != self._before.get(name)]
+        return [n for n, form in State(subtree(self.root, path)).forms().items() if form != self._before.get(n)]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002
         return self._is_leaf  # `call_module` has decided
