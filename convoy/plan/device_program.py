@@ -89,7 +89,7 @@ def local_size(step: ComputeStep, layer: Layer, device: int) -> LocalSize | None
 
 def tile_size(layer: Layer, takes: Layout, gives: Boxes, device: int) -> LocalSize:
     """Return the size of a device's tile of a layer's output, or of the input of a sum; all zero if it has none."""
-    counted = takes if isinstance(gives, Windows) and isinstance(takes, Tiles) else gives
+    counted = takes if isinstance(gives, Windows) and gives.sums and isinstance(takes, Tiles) else gives
     tile, (outputs, inputs) = counted.boxes[device], layer.extents
     if tile is None:
         return LocalSize(0, outputs, inputs)

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from convoy.errors import PlanError
-from convoy.layout.layout import Layout, OnOne, Replicated, Split, Tiles, everywhere, holders
+from convoy.layout.layout import Layout, OnOne, Replicated, Split, Tiles, Windows, entries, everywhere, holders
 from convoy.layout.shares import apportion, rescale
 from convoy.model.graph import Graph, Layer
+from convoy.plan.device_program import exchanges_statistics
 from convoy.plan.plan import Plan
-from convoy.plan.strategy import Batch, Filter, One, Placement, Spatial, Strategy, can_shard, follow, place
+from convoy.plan.strategy import Batch, Filter, One, Placement, Spatial, Strategy, can_shard, follow, in_tiles, place
 
 
 def placements(plan: Plan, graph: Graph, batch: int | None = None) -> dict[str, Placement]:
@@ -37,7 +38,41 @@ def placements(plan: Plan, graph: Graph, batch: int | None = None) -> dict[str, 
             result[name] = place(graph, layer, own, batch, plan.devices)
         else:
             result[name] = unnamed(graph, layer, leading, plan.otherwise, batch, plan.devices)[1]
+    _compute_borders(graph, result)
     return result
+
+
+MOST_BORDER = 1.25
+"""Largest number of entries that a device computes with a border, divided by those of its tile."""
+
+
+def _compute_borders(graph: Graph, placed: dict[str, Placement]) -> None:
+    """Let every layer with one reader compute the windows that it reads, from the last layer to the first.
+
+    The gradient of a window is a pending sum, and backward is linear in it: the gradients of weights and of earlier windows
+    are pending sums too. A norm over tiles is not extended, because its statistics count each entry once.
+    """
+    for layer in reversed(list(graph.layers.values())):
+        at, readers = placed[layer.name].gives, graph.readers[layer.name]
+        if len(readers) != 1 or layer.name in graph.outputs or not isinstance(at, Tiles | Windows) or layer.several:
+            continue
+        (reader,) = readers
+        wanted = placed[reader.name].takes[reader.inputs.index(layer.name)]
+        if reader.inputs.count(layer.name) > 1 or not isinstance(wanted, Windows):
+            continue
+        if layer.kind == "input":
+            placed[layer.name] = Placement((), wanted)
+        elif (
+            isinstance(at, Tiles) and not layer.random and not exchanges_statistics(layer, at) and _is_small(wanted, at)
+        ):
+            extended = in_tiles(graph, layer, wanted)
+            placed[layer.name] = replace(extended, note=placed[layer.name].note) if extended else placed[layer.name]
+
+
+def _is_small(windows: Windows, tiles: Tiles) -> bool:
+    """Return whether no device's window is much larger than its tile."""
+    pairs = zip(windows.boxes, tiles.boxes, strict=True)
+    return all(w is None or entries(w) <= MOST_BORDER * (entries(t) if t else 0) for w, t in pairs)
 
 
 def parameter_layouts(plan: Plan, graph: Graph) -> dict[str, Layout]:

@@ -13,6 +13,7 @@ from convoy.errors import PlanError
 from convoy.layout import shares as share_rules
 from convoy.layout.layout import (
     Box,
+    Boxes,
     Layout,
     OnOne,
     Partial,
@@ -230,7 +231,7 @@ def place(graph: Graph, layer: Layer, strategy: Strategy, batch: int, devices: i
             parameters = {key: parameters[key] for key in layer.parameters}
             return Placement((Split(layer.feature_axis, shares),), Partial(active), parameters)
         case Spatial():
-            placed = _in_tiles(graph, layer, strategy.tiles(layer.batch_shape(batch)))
+            placed = in_tiles(graph, layer, strategy.tiles(layer.batch_shape(batch)))
             assert placed is not None, "checked by `check`"
             return placed
         case Filter(shares):
@@ -262,7 +263,7 @@ def follow(graph: Graph, layer: Layer, leading: Layout, devices: int) -> Placeme
             before = graph[layer.inputs[first]].batch_shape(_batch_of(leading))
             after = layer.batch_shape(before[0])
             tiles = Tiles(tuple(_rescaled(b, before, after, free, first) for b in boxes))
-            return _in_tiles(graph, layer, tiles) if covers([b for b in tiles.boxes if b], whole(after)) else None
+            return in_tiles(graph, layer, tiles) if covers([b for b in tiles.boxes if b], whole(after)) else None
         case Split(axis, shares) if axis > 0:
             if layer.shared:
                 return None
@@ -299,7 +300,7 @@ def _along(graph: Graph, layer: Layer, cut: Cut, shares: Shares) -> Placement | 
     return Placement(tuple(takes), split(cut.axis, layer.batch_shape(1)), parameters)
 
 
-def _batch_of(tiles: Tiles) -> int:
+def _batch_of(tiles: Boxes) -> int:
     return max(b[0][1] for b in tiles.boxes if b is not None)
 
 
@@ -321,8 +322,8 @@ def _rescaled(tile: Box | None, before: Shape, after: Shape, free: Sequence[Cut]
     return tuple(scaled) if all(start < stop for start, stop in scaled) else None
 
 
-def _in_tiles(graph: Graph, layer: Layer, tiles: Tiles) -> Placement | None:
-    """Place a layer whose output is computed in tiles; None if it needs more than boxes of its inputs."""
+def in_tiles(graph: Graph, layer: Layer, tiles: Boxes) -> Placement | None:
+    """Place a layer whose output is computed in boxes; None if it needs more than boxes of its inputs."""
     batch, free = _batch_of(tiles), tile_cuts(graph, layer)
     takes: list[Layout] = []
     for number, name in enumerate(layer.inputs):

@@ -50,8 +50,8 @@ def layer_rows(plan: Plan, graph: Graph, itemsize: int = 4) -> list[LayerRow]:
             layer, value, layout = graph[step.layer], _divided(step), step.writes.layout
             shared = value.layout
             shares = [*map(str, shared.shares)] if isinstance(shared, Split) else ["all"] * plan.devices
-            if isinstance(shared, Tiles):  # positions, because each tile has all channels
-                channels = value.shape[-1 if shared.channels_last else 1]
+            if isinstance(shared, Tiles | Windows):  # positions, because each tile has all channels
+                channels = value.shape[-1 if isinstance(shared, Tiles) and shared.channels_last else 1]
                 shares = [str(held_entries(shared, d, value.shape) // channels) for d in range(plan.devices)]
             parts = tuple(share if holds(layout, d) else "-" for d, share in enumerate(shares))
             name = "batch" if isinstance(layout, Split) and layout.axis == 0 else _STRATEGIES[type(layout)]
@@ -61,7 +61,8 @@ def layer_rows(plan: Plan, graph: Graph, itemsize: int = 4) -> list[LayerRow]:
 
 def _divided(step: ComputeStep) -> st.Value:
     """Return the output of a step; for a partial sum its input, because the sum is split like this."""
-    return step.reads[0] if isinstance(step.writes.layout, Partial | Windows) else step.writes
+    at = step.writes.layout
+    return step.reads[0] if isinstance(at, Partial) or (isinstance(at, Windows) and at.sums) else step.writes
 
 
 def work_shares(steps: StepList, graph: Graph) -> tuple[float, ...]:

@@ -1,13 +1,13 @@
 """Compute one layer on one device's shard: forward, and backward by autograd on that layer."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from convoy.errors import InputError
 from convoy.layout.layout import Box
@@ -255,14 +255,37 @@ def _windowed_call(model: nn.Module, layer: Layer, operation: Operation, tile: t
     padding = [0 if part else p for part, p in zip(parts, padding, strict=True)]
 
     def convolve(inputs: Sequence[Tensor], _samples: int) -> Tensor:
-        x = inputs[0]
-        for axis, (span, padded) in enumerate(zip(spans, padding, strict=True), 2):
-            if not padded:
-                x = _padded(x, axis, *span)
+        def whole(x: Tensor) -> Tensor:
+            for axis, (span, padded) in enumerate(zip(spans, padding, strict=True), 2):
+                if not padded:
+                    x = _padded(x, axis, *span)
+            return x
+
         function: Callable[..., Tensor] = getattr(F, f"conv{len(spans)}d")
-        return function(x, module.weight, module.bias, module.stride, padding, module.dilation, layer.groups)
+        with _made_again(whole, inputs[0]) as x:
+            return function(x, module.weight, module.bias, module.stride, padding, module.dilation, layer.groups)
 
     return convolve
+
+
+@contextmanager
+def _made_again(make: Callable[[Tensor], Tensor], x: Tensor) -> Iterator[Tensor]:
+    """Yield `make(x)`. What autograd would save of it is made again in backward, since `x` itself is often saved anyway."""
+    made, given, version = make(x), x.detach(), x._version
+    if made.data_ptr() == x.data_ptr():
+        yield made
+        return
+    place = (made.data_ptr(), made.shape, made.dtype)
+
+    def unpack(saved: Tensor | None) -> Tensor:
+        if saved is None and given._version != version:
+            raise RuntimeError(
+                "a tensor that backward needs was changed in place: change a copy, or leave out inplace=True"
+            )
+        return make(given) if saved is None else saved
+
+    with saved_tensors_hooks(lambda t: None if (t.data_ptr(), t.shape, t.dtype) == place else t, unpack):
+        yield made
 
 
 def _pad(x: Tensor, axis: int, before: int, after: int, value: float = 0.0) -> Tensor:
@@ -330,16 +353,21 @@ def _adapted(x: Tensor, spans: _Spans) -> Tensor:
 
 
 def _transposed(x: Tensor, module: Any, spans: _Spans, parts: Sequence[bool]) -> Tensor:
-    """Compute all outputs that the window reaches, without the bias; crop them to the tile, and fill up what none reaches."""
+    """Compute all outputs that the window reaches, crop them to the tile, and fill up what none reaches, before the bias."""
     padding = [0 if part else p for part, p in zip(parts, module.padding, strict=True)]
     extra = [0 if part else p for part, p in zip(parts, module.output_padding, strict=True)]
     function: Callable[..., Tensor] = getattr(F, f"conv_transpose{len(spans)}d")
-    y = function(x, module.weight, None, module.stride, padding, extra, module.groups, module.dilation)
+    ends = {}
     for axis, (part, (window, out, held)) in enumerate(zip(parts, spans, strict=True), 2):
         if part:
             start = held[0] * window.stride - window.before
-            y = _pad(y, axis, start - out[0], out[1] - start - y.shape[axis])
-    return y if module.bias is None else y + module.bias.view(-1, *[1] * len(spans))
+            size = (held[1] - held[0] - 1) * window.stride + (window.kernel - 1) * window.dilation + 1
+            ends[axis] = start - out[0], out[1] - start - size
+    bias = module.bias if all(n <= 0 for each in ends.values() for n in each) else None
+    y = function(x, module.weight, bias, module.stride, padding, extra, module.groups, module.dilation)
+    for axis, each in ends.items():
+        y = _pad(y, axis, *each)
+    return y if bias is module.bias else y + module.bias.view(-1, *[1] * len(spans))
 
 
 def _shuffled(x: Tensor, spans: _Spans) -> Tensor:

@@ -1,5 +1,6 @@
 """Images split along rows, columns and slices: the numbers of one device, for every layer that reads windows."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,13 +9,19 @@ from torch import Tensor, nn
 
 from convoy.comm.group import Group
 from convoy.errors import PlanError
+from convoy.layout.layout import Tiles, Windows
 from convoy.model.tracing import trace
+from convoy.plan import placing
+from convoy.plan.lower import lower
+from convoy.plan.placing import placements
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.steps import Move
 from convoy.plan.strategy import Batch, Spatial
+from convoy.runtime.kernels import tile_arithmetic
 from convoy.runtime.module import Distributed
 from tests.support.slow import each_value, most_slow
-from tests.support.spatial_nets import Excitation, PerPixel, PixelGate, difference, random_difference, spatial
+from tests.support.spatial_nets import Excitation, Joined, PerPixel, PixelGate, difference, random_difference, spatial
 from tests.support.threads import run_on_threads
 
 
@@ -83,6 +90,57 @@ def test_grid_of_tiles_gives_the_numbers_of_one_device(axes: tuple[int, ...]) ->
 def test_random_net_with_random_cuts_gives_the_numbers_of_one_device(seed: int) -> None:
     """`python -m tests.support.spatial_nets FIRST COUNT` runs more of them."""
     assert random_difference(seed) < 1e-10
+
+
+@pytest.mark.parametrize("seed", most_slow(12, range(100)))
+def test_computed_borders_of_any_width_give_the_numbers_of_one_device(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placing, "MOST_BORDER", math.inf)
+    assert random_difference(seed) < 1e-10
+
+
+def double() -> nn.Module:
+    """Return two convolutions with an activation between them, behind one that two layers read."""
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 1), Joined(nn.Sequential(nn.Conv2d(4, 4, 3, 1, 1), nn.ReLU(), nn.Conv2d(4, 4, 3, 1, 1)), True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "exchanges", "read"),
+    [(48, 1, ((0, 26), (22, 38), (34, 48))), (12, 2, ((0, 7), (5, 10), (8, 12)))],
+    ids=["wide tiles", "narrow tiles"],
+)
+def test_narrow_borders_are_computed_instead_of_exchanged(
+    rows: int, exchanges: int, read: tuple[tuple[int, int], ...]
+) -> None:
+    net, x = double().double(), torch.randn(1, 3, rows, 8, dtype=torch.float64)
+    plan = spatial(net, x, 3, Spatial((2, 1, 1)))
+    moves = [s for s in lower(plan, trace(net, x).graph).phase("forward") if isinstance(s, Move)][:-1]
+    assert len(moves) == exchanges
+    windows = moves[0].writes.layout
+    assert isinstance(windows, Windows)
+    assert tuple(b and b[2] for b in windows.boxes) == read
+    assert difference(net, plan, [x, x]) < 1e-10
+
+
+@pytest.mark.parametrize("between", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.Dropout()])
+def test_statistics_and_random_numbers_are_not_of_borders(between: nn.Module) -> None:
+    net, x = nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), between, nn.Conv2d(4, 4, 3, 1, 1)), torch.zeros(1, 3, 48, 8)
+    placed = placements(spatial(net, x, 3, Spatial((2, 1, 1))), trace(net, x).graph)
+    assert isinstance(placed["1"].gives, Tiles)
+
+
+def test_value_changed_after_a_padded_convolution_read_it_is_refused() -> None:
+    net, x = nn.Sequential(nn.Conv2d(1, 1, 3, padding=1)), torch.randn(1, 1, 6, 5)
+    box = ((0, 1), (0, 1), (0, 3), (0, 5))
+    call = tile_arithmetic(net, trace(net, x), "0", (box, (*box[:2], (0, 4), (0, 5)))).call
+    read = (x[:, :, :4].clone().requires_grad_() * 1).contiguous()
+    y = call([read], 1)
+    read.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        y.sum().backward()
 
 
 def test_plan_file_keeps_axes_and_grid() -> None:
