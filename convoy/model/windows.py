@@ -26,7 +26,7 @@ class Window:
         before, after: padding at both ends.
         mode: padding mode of a convolution or padding layer: "zeros", "reflect", "replicate" or "circular".
         counts_padding: whether an average counts the padding.
-        scale: input positions per output position of a resize; 0: the ratio of the lengths.
+        scale: output positions per input position of a resize, as given; 0: the ratio of the lengths.
         corners: whether a linear resize aligns the corners.
     """
 
@@ -80,7 +80,7 @@ class Window:
         """Return the position at which a linear resize reads the input, between two of its positions."""
         if self.corners:
             return out * (self.extent - 1) / (self.outputs - 1) if self.outputs > 1 else 0.0
-        scale = self.scale or self.extent / self.outputs
+        scale = 1 / self.scale if self.scale else self.extent / self.outputs
         return min(self.extent - 1.0, max(0.0, (out + 0.5) * scale - 0.5))
 
     def counted(self, out: int) -> int:
@@ -96,7 +96,7 @@ def _nearest(extent: int, outputs: int, scale: float) -> tuple[int, ...]:
 
     positions = torch.arange(extent, dtype=torch.float64)[None, None]
     if scale:  # torch computes the length from the scale as well
-        found = torch.nn.functional.interpolate(positions, scale_factor=1 / scale)[0, 0, :outputs]
+        found = torch.nn.functional.interpolate(positions, scale_factor=scale)[0, 0, :outputs]
     else:
         found = torch.nn.functional.interpolate(positions, size=outputs)[0, 0]
     return tuple(int(n) for n in found.tolist())

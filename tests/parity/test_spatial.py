@@ -46,6 +46,7 @@ CASES = {
     "bilinear resize": (nn.Upsample(scale_factor=2.5, mode="bilinear"), (6, 5)),
     "bilinear resize with aligned corners": (nn.Upsample((11, 4), mode="bilinear", align_corners=True), (6, 5)),
     "nearest resize": (nn.Upsample(scale_factor=1.7), (6, 5)),
+    "nearest resize by a factor that is not the inverse of its inverse": (nn.Upsample(scale_factor=0.9), (30, 3)),
     "batch norm, pooling": (bottleneck(), (17, 12)),
     "group norm": (nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3)), (9, 7)),
     "instance norm": (nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), nn.InstanceNorm2d(4, affine=True)), (9, 7)),

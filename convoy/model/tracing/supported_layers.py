@@ -206,7 +206,7 @@ def _windows(call: Call) -> tuple[Window, ...]:
     exact = factor is not None and size is None and not given(5, "recompute_scale_factor", False)
     if exact and not all(isinstance(f, int | float) for f in each(factor)):
         return ()
-    scales = [1 / f for f in each(factor)] if exact else [0.0] * len(y)
+    scales = [float(f) for f in each(factor)] if exact else [0.0] * len(y)
     corners = bool(given(4, "align_corners", False))
     rows = zip(x, y, scales, strict=True)
     return tuple(Window("linear" if linear else "nearest", a, b, scale=s, corners=corners) for a, b, s in rows)
