@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 from convoy.errors import PlanError, unknown_name
 from convoy.fleet import Fleet
 from convoy.layout.comm_dtype import narrow_itemsize
-from convoy.layout.layout import Layout, held_entries
+from convoy.layout.layout import Box, Layout, held_entries
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.plan import device_program as ops
 from convoy.plan.compile import compile_all
@@ -256,6 +256,7 @@ def _peak_bytes(program: DeviceProgram, steps: StepList, graph: Graph, itemsize:
     last = {name: i for i, op in enumerate(operations) for name in (*ops.reads_of(op), *ops.writes_of(op))}
     slots: dict[str, int] = {}
     read: dict[str, tuple[str, ...]] = {}
+    padded_bytes: dict[str, int] = {}
     ends = len(operations)
 
     def bytes_of(key: str) -> int:
@@ -276,6 +277,8 @@ def _peak_bytes(program: DeviceProgram, steps: StepList, graph: Graph, itemsize:
         match op:
             case ops.Compute(phase="forward", part="all"):
                 layer, read[op.layer], made = graph[op.layer], op.reads, op.writes[0]
+                if op.tile and layer.multiplies and _pads(layer, *op.tile):
+                    padded_bytes[op.layer] = bytes_of(op.reads[0])
                 if layer.kind in ("flatten", "pick"):
                     memory.share(made, op.reads[0])
                 else:
@@ -302,9 +305,11 @@ def _peak_bytes(program: DeviceProgram, steps: StepList, graph: Graph, itemsize:
             case ops.Pack() | ops.PackWeights():
                 size = op.made if isinstance(op, ops.PackWeights) else 0 if op.alone else op.size
                 memory.make(op.buffer, size * itemsize, exchanged=True)
-        # A convolution copies its input and output, or their gradients, into another format.
+        # A convolution copies its input and output, or their gradients, into another format. At the end of an image it pads
+        # its input, again in backward.
         copied = isinstance(op, ops.Compute) and bool(graph[op.layer].windows) and graph[op.layer].multiplies
-        memory.note({*ops.reads_of(op), *ops.writes_of(op)} if copied else ())
+        further_bytes = padded_bytes.get(op.layer, 0) if isinstance(op, ops.Compute) else 0
+        memory.note({*ops.reads_of(op), *ops.writes_of(op)} if copied else (), further_bytes)
         if isinstance(op, ops.Compute) and op.phase == "backward" and op.last and op.part != "statistics":
             memory.forget(op.layer)
         for name in {*ops.reads_of(op), *ops.writes_of(op)}:
@@ -313,6 +318,12 @@ def _peak_bytes(program: DeviceProgram, steps: StepList, graph: Graph, itemsize:
     most, exchanged = memory.most
     exchanged = exchanged if read else most  # a device that computes nothing only receives the outputs
     return most - exchanged, exchanged + sum(slots.values())
+
+
+def _pads(layer: Layer, outputs: Box, inputs: Box) -> bool:
+    """Return whether a tile's window reaches over an end of the image, along an axis that is split."""
+    spans = zip(layer.windows, outputs[2:], inputs[2:], strict=True)
+    return layer.kind == "conv" and any(w.read(out) != held for w, out, held in spans if out != (0, w.outputs))
 
 
 def _saved(layer: Layer, op: ops.Compute, spread: bool) -> tuple[str, ...]:
@@ -362,9 +373,9 @@ class _LiveMemory:
         if name in self._owner:
             self._release(self._owner.pop(name))
 
-    def note(self, copied: Collection[str] = ()) -> None:
-        """Note the bytes of this time, with copies of some buffers."""
-        further = sum(self._size[self._owner[name]][0] for name in copied if name in self._owner)
+    def note(self, copied: Collection[str] = (), further_bytes: int = 0) -> None:
+        """Note the bytes of this time, with copies of some buffers, and further bytes."""
+        further = further_bytes + sum(self._size[self._owner[name]][0] for name in copied if name in self._owner)
         self.most = max(self.most, (self._now + further, self._exchanged))
 
     def _take(self, name: str, owner: str) -> None:

@@ -46,7 +46,7 @@ def needs(plan: Plan, graph: Graph) -> list[int]:
     most_slow(
         2,
         [
-            ("images", (2.9, 3.4, 5.0)),
+            ("images", (2.9, 3.5, 5.0)),
             ("pixels", (3.1, 3.1, 3.1)),
             ("images", (5.0, 5.0, 5.0)),
             ("volumes", (4.5, 4.5, 4.5)),

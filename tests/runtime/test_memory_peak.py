@@ -49,7 +49,7 @@ def net() -> nn.Module:
 def case(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     """Return the net for a plan, and the shape of its global batch."""
     if name == "spatial":
-        return build_net("unet:4", (3, 192, 192), 4), (1, 3, 192, 192)
+        return build_net("unet:4", (3, 384, 384), 4), (1, 3, 384, 384)
     return net(), (BATCH, 3, 32, 32)
 
 
@@ -74,7 +74,8 @@ def peak_bytes(group: Group, name: str, wire: CommDtype) -> int:
 
     def step() -> None:
         gc.collect()  # otherwise it is chance when what lies in cycles is freed
-        loss = nn.functional.cross_entropy(part(x, batch=shape[0]), y)
+        output = part(x, batch=shape[0])  # scripts often hold it until the next step
+        loss = nn.functional.cross_entropy(output, y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
