@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.tasks import Data
+from benchmarks.tasks import Data, PixelImages
 from convoy.api import distribute
 from convoy.comm.group import Group
 from convoy.layout.layout import box
@@ -95,7 +95,8 @@ class ConvoyRunner:
     def __init__(self, model: nn.Module, plan: Plan, group: Group, images: Data, batch: int) -> None:
         self._weights: Mapping[str, Tensor] = dict(model.named_parameters())
         self._part = distribute(model, plan, group, torch.zeros(1, *images.image_shape))
-        self._loader = Loader(images, batch, self._part, drop_last=True)
+        read = images.boxed() if isinstance(images, PixelImages) else images
+        self._loader = Loader(read, batch, self._part, drop_last=True)
         self._optimizer = sgd(self._part)
         self._criterion = loss_of(nn.CrossEntropyLoss())  # outputs may stay with their samples
         self._batches: Batches = iter(())

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from convoy.data import Images, load
+from convoy.data import Images, load, open_image
+from convoy.data.boxed import BoxedImage
 from convoy.data.images import Labelled, normalise
 from convoy.model.nets import ImageShape
 from convoy.model.nets.builtin import PER_PIXEL
@@ -87,6 +88,22 @@ class PixelImages(Dataset[tuple[Tensor, Tensor]]):
         return normalise(self.x_NCHW.index_select(0, chosen), MEAN, STD), self.targets.index_select(0, chosen)
 
     __getitems__ = batch
+
+    def boxed(self) -> "BoxedPixels":
+        """Return the same images, of which each device of a Convoy plan reads its part only."""
+        return BoxedPixels(self)
+
+
+@dataclass(frozen=True, eq=False)
+class BoxedPixels(Dataset[tuple[BoxedImage, BoxedImage]]):
+    images: PixelImages
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[BoxedImage, BoxedImage]:
+        x, y = (open_image(each.numpy(), index) for each in (self.images.x_NCHW, self.images.targets))
+        return x.normalise(*([255 * n for n in each] for each in (MEAN, STD))), y
 
 
 Data = Images | PixelImages
