@@ -9,7 +9,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from convoy.errors import PlanError
-from convoy.layout.layout import Layout, OnOne, Replicated, Split, Tiles, Windows, entries, everywhere, holders
+from convoy.layout.layout import (
+    Layout,
+    OnOne,
+    Replicated,
+    Split,
+    Tiles,
+    Windows,
+    entries,
+    everywhere,
+    holders,
+    intersection,
+)
 from convoy.layout.shares import apportion, rescale
 from convoy.model.graph import Graph, Layer
 from convoy.plan.device_program import exchanges_statistics
@@ -47,32 +58,48 @@ MOST_BORDER = 1.25
 
 
 def _compute_borders(graph: Graph, placed: dict[str, Placement]) -> None:
-    """Let every layer with one reader compute the windows that it reads, from the last layer to the first.
+    """Let layers compute the windows that their only reader reads, where this saves an exchange between them.
 
-    The gradient of a window is a pending sum, and backward is linear in it: the gradients of weights and of earlier windows
-    are pending sums too. A norm over tiles is not extended, because its statistics count each entry once.
+    Backward is linear in the gradient of a window, whose sum over devices is the gradient of the value. So the same is true
+    of the gradients of weights and of earlier windows.
     """
     for layer in reversed(list(graph.layers.values())):
-        at, readers = placed[layer.name].gives, graph.readers[layer.name]
-        if len(readers) != 1 or layer.name in graph.outputs or not isinstance(at, Tiles | Windows) or layer.several:
-            continue
-        (reader,) = readers
-        wanted = placed[reader.name].takes[reader.inputs.index(layer.name)]
-        if reader.inputs.count(layer.name) > 1 or not isinstance(wanted, Windows):
-            continue
-        if layer.kind == "input":
-            placed[layer.name] = Placement((), wanted)
-        elif (
-            isinstance(at, Tiles) and not layer.random and not exchanges_statistics(layer, at) and _is_small(wanted, at)
-        ):
-            extended = in_tiles(graph, layer, wanted)
-            placed[layer.name] = replace(extended, note=placed[layer.name].note) if extended else placed[layer.name]
+        for name, wanted in zip(layer.inputs, placed[layer.name].takes, strict=True):
+            placed |= _extended(graph, placed, graph[name], wanted)
 
 
-def _is_small(windows: Windows, tiles: Tiles) -> bool:
-    """Return whether no device's window is much larger than its tile."""
-    pairs = zip(windows.boxes, tiles.boxes, strict=True)
-    return all(w is None or entries(w) <= MOST_BORDER * (entries(t) if t else 0) for w, t in pairs)
+def _extended(graph: Graph, placed: Mapping[str, Placement], layer: Layer, wanted: Layout) -> dict[str, Placement]:
+    """Return placements of a layer, and of layers before it, that give the windows `wanted`; none if it saves no exchange."""
+    at = placed[layer.name].gives
+    if not (isinstance(at, Tiles) and isinstance(wanted, Windows) and _is_border(wanted, at)):
+        return {}
+    # A norm's statistics count each entry once. Inputs have one layout in training and evaluation.
+    if (
+        layer.random
+        or layer.several
+        or exchanges_statistics(layer, at)
+        or any(graph[i].kind == "input" for i in layer.inputs)
+    ):
+        return {}
+    readers = [each for reader in graph.readers[layer.name] for each in reader.inputs if each == layer.name]
+    placement = None if len(readers) > 1 or layer.name in graph.outputs else in_tiles(graph, layer, wanted)
+    if placement is None:
+        return {}
+    before: dict[str, Placement] = {}
+    for name, needed in zip(layer.inputs, placement.takes, strict=True):
+        before |= _extended(graph, placed, graph[name], needed)
+    exchanges = any(placed[i].gives != takes for i, takes in zip(layer.inputs, placed[layer.name].takes, strict=True))
+    return {layer.name: replace(placement, note=placed[layer.name].note), **before} if before or exchanges else {}
+
+
+def _is_border(windows: Windows, tiles: Tiles) -> bool:
+    """Return whether each device's window is its tile with a narrow border."""
+    for window, tile in zip(windows.boxes, tiles.boxes, strict=True):
+        if window is not None and (tile is None or intersection(window, tile) != tile):
+            return False
+        if window is not None and tile is not None and entries(window) > MOST_BORDER * entries(tile):
+            return False
+    return True
 
 
 def parameter_layouts(plan: Plan, graph: Graph) -> dict[str, Layout]:

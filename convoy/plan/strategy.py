@@ -353,6 +353,8 @@ def _read(layer: Layer, tile: Box, free: Sequence[Cut], number: int, source: Lay
         return None
     found = [tile[0], *whole(shape)[1:]] if source.batched else [*whole(shape)]
     for cut in free:
+        if not cut.parts:  # images without any entries
+            continue
         span, entries = tile[cut.axis], output[cut.axis] // cut.parts
         if any(edge % entries for edge in span):
             return None

@@ -46,8 +46,8 @@ class GlobalBatchNorm:
     def _rows(self, x: Tensor) -> Tensor:
         return x.flatten(0, 1) if self._folded else x
 
-    def no_row(self, device: torch.device) -> Tensor:
-        return torch.zeros(1, 2 * self.channels, dtype=self.dtype, device=device)
+    def no_row(self, groups: int, device: torch.device) -> Tensor:
+        return torch.zeros(1, 2 * groups, dtype=self.dtype, device=device)
 
     def combine(self, rows: Tensor, samples: Sequence[int], per_sample: int) -> "Normalisation":
         """Return the statistics of the global batch from rows_M(2C) of M devices, weighted by their sample counts."""
@@ -201,13 +201,14 @@ class GroupNormOfParts:
     def _per_channel(self, weight_C: Tensor, x: Tensor) -> Tensor:
         return weight_C.view(1, -1, *[1] * (x.dim() - 2))
 
-    def no_row(self, device: torch.device) -> Tensor:
-        return self._norm.no_row(device)
+    def no_row(self, groups: int, device: torch.device) -> Tensor:
+        return self._norm.no_row(groups, device)
 
     def local_statistics(self, x: Tensor) -> Tensor:
         return self._norm.local_statistics(self._viewed(x))
 
     def combine(self, rows: Tensor, counts: Sequence[int], unit: int) -> "Normalisation":
+        self._norm.channels = rows.shape[1] // 2  # without a part of these images, `_viewed` was not called
         return self._norm.combine(rows, counts, unit)
 
     def normalise(self, x: Tensor, by: "Normalisation") -> Tensor:

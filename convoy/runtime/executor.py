@@ -226,15 +226,15 @@ class Executor:
             tape.saved[op.layer] = saved
 
     def _statistics(self, op: ops.Compute, buffers: Buffers, tape: Tape) -> None:
-        norm = self.norms[op.layer]
+        norm, (members, value) = self.norms[op.layer], tape.program.statistics[op.layer]
+        groups = norm.groups(value.shape)
         with self.clock.compute(op.layer, "forward"):
             if op.part == "statistics":
                 x = buffers[op.reads[0]] if op.reads else None
-                buffers[op.writes[0]] = norm.no_row(self.group.torch_device) if x is None else norm.local_statistics(x)
+                here = self.group.torch_device
+                buffers[op.writes[0]] = norm.no_row(groups, here) if x is None else norm.local_statistics(x)
                 return
-            members, value = tape.program.statistics[op.layer]
             # Entries that are normalised together, in units that all devices have in common: samples, or single entries.
-            groups = norm.groups(value.shape)
             unit = 1 if isinstance(value.layout, Tiles) else math.prod(value.shape[1:]) // groups
             counts = [held_entries(value.layout, d, value.shape) // (groups * unit) for d in members]
             tape.norms[op.layer] = norm.combine(buffers[op.reads[0]], counts, unit)
@@ -327,9 +327,10 @@ class Executor:
             norm.update_running(by.mean, by.inverse_deviation**-2 - norm.module.eps, by.count)
         with self.clock.compute(op.layer, "backward"):
             g = buffers[op.reads[0]] if op.reads else None
-            row = (
-                norm.no_row(self.group.torch_device) if g is None else norm.local_sums(tape.saved.get(op.layer), g, by)
-            )
+            if g is None:
+                row = norm.no_row(norm.groups(tape.program.statistics[op.layer][1].shape), self.group.torch_device)
+            else:
+                row = norm.local_sums(tape.saved.get(op.layer), g, by)
         buffers[op.writes[0]] = row
 
     def _fused_backward(self, fused: ops.Fused, buffers: Buffers, found: Found, tape: Tape, sums: Sums) -> None:

@@ -13,7 +13,7 @@ from convoy.layout.layout import Tiles, Windows
 from convoy.model.tracing import trace
 from convoy.plan import placing
 from convoy.plan.lower import lower
-from convoy.plan.placing import placements
+from convoy.plan.placing import pin, placements
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Move
@@ -124,6 +124,44 @@ def test_narrow_borders_are_computed_instead_of_exchanged(
     assert isinstance(windows, Windows)
     assert tuple(b and b[2] for b in windows.boxes) == read
     assert difference(net, plan, [x, x]) < 1e-10
+
+
+def test_border_is_exchanged_where_computing_it_saves_no_exchange() -> None:
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3, 1, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(4), nn.Conv2d(4, 4, 3, 1, 1)
+    )
+    x = torch.zeros(1, 3, 64, 8)
+    placed = placements(spatial(net, x, 2, Spatial((1, 1))), trace(net, x).graph)
+    assert [isinstance(placed[name].gives, Tiles) for name in placed] == [False, *[True] * 5]
+
+
+def test_border_follows_only_the_strategy_of_its_own_layer() -> None:
+    net, x = nn.Sequential(*(nn.Conv2d(3, 3, 3, 1, 1) for _ in range(3))), torch.zeros(1, 3, 48, 48)
+    plan = spatial(net, x, 2, Spatial((1, 1)))
+    plan = replace(plan, layers={**plan.layers, "2": Spatial((1, 1), (3,))})
+    assert isinstance(placements(plan, trace(net, x).graph)["1"].gives, Tiles)
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm2d(4), nn.Dropout()])
+def test_box_of_an_input_is_the_same_in_training_and_evaluation(layer: nn.Module) -> None:
+    """A batch that was loaded in one mode is used in the other; the layer has a border in evaluation only."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), layer, nn.ReLU(), nn.Conv2d(4, 4, 3, 2))
+    x = torch.zeros(1, 3, 32, 8)
+    plan = spatial(net, x, 2, Spatial((17, 15)))
+    traced = trace(net, x)
+    evaluated = trace(net.eval(), x)
+    found = [placements(pin(plan, traced.graph, each.graph), each.graph) for each in (traced, evaluated)]
+    assert found[0][traced.graph.inputs[0].name].gives == found[1][evaluated.graph.inputs[0].name].gives
+
+
+def test_group_norm_counts_devices_without_a_part_of_a_smaller_batch() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 3)).double()
+    x = torch.randn(2, 3, 6, 5, dtype=torch.float64)
+    assert difference(net, spatial(net, x, 2, Spatial((1, 1), (0,))), [x, x[:1], x]) < 1e-10
+
+
+def test_images_that_shrink_to_nothing_stay_empty() -> None:
+    assert math.isnan(random_difference(20743))  # the mean of no entries, as in plain PyTorch
 
 
 @pytest.mark.parametrize("between", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.Dropout()])
