@@ -79,7 +79,7 @@ class LivingMemory(Living):
         super().__init__()
         self.places: dict[StorageWeakRef, int] = {}
 
-    def note(self, values: Iterable[Any]) -> None:
+    def note(self, values: Iterable[Any], further_bytes: int = 0) -> None:
         for value in values:
             if isinstance(value, Tensor):
                 storage = value.untyped_storage()
@@ -89,7 +89,7 @@ class LivingMemory(Living):
         living = ((ref, torch.UntypedStorage._new_with_weak_ptr(ref.cdata)) for ref in self.sizes)
         self.sizes = {ref: storage.nbytes() for ref, storage in living if storage is not None}  # some were emptied
         places = {self.places[ref]: size for ref, size in self.sizes.items() if size}
-        self.peak_bytes = max(self.peak_bytes, sum(places.values()))
+        self.peak_bytes = max(self.peak_bytes, further_bytes + sum(places.values()))
 
 
 def peak_bytes(group: Group, form: Form, name: str) -> int:
