@@ -238,14 +238,14 @@ def limit_memory(device: torch.device, most_bytes: float | None) -> None:
 _MMAP_THRESHOLD, _HEAP_FACTOR = -3, 3
 
 
-def spare_memory(need_bytes: int) -> None:
-    """Return freed memory to the system at once if this CPU process and its neighbours could run out of memory otherwise.
+def spare_memory(need_bytes: int, device: torch.device) -> None:
+    """Return freed memory to the system at once if this process and its neighbours could run out of CPU memory otherwise.
 
     glibc keeps freed tensors for the next step, which is up to 10 % faster. But its heap then takes up to three times as much
     memory as the tensors of a step.
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    if _HEAP_FACTOR * processes * need_bytes > memory_of(torch.device("cpu"))[0]:
+    if device.type == "cpu" and _HEAP_FACTOR * processes * need_bytes > memory_of(device)[0]:
         with suppress(AttributeError, OSError, TypeError):  # another C library
             ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
             ctypes.CDLL(None).malloc_trim(0)

@@ -23,7 +23,7 @@ from convoy.comm.control_messages import agree_on_modes, from_first, gather
 from convoy.comm.group import Group
 from convoy.errors import InputError, PlanError
 from convoy.files import parse_json, read_text, write_whole
-from convoy.machine.accelerator import hardware_name, modes, random_state_kept
+from convoy.machine.accelerator import hardware_name, modes, random_state_kept, spare_memory
 from convoy.measure.device_info import DeviceInfo, describe_device, fit, fleet_of, host_indices, quota_cores
 from convoy.measure.job_plans import Plans
 from convoy.measure.layer_timer import measure_speeds
@@ -96,6 +96,8 @@ def make_plans(
         plan, options = "data", {**options, "speeds": None, "fleet": None, "reduce": None, "wire": None}
     agree_on_modes(group)  # fails early, before measuring
     traced = trace(model, example)
+    entries = batch * sum(layer.input_entries for layer in traced.graph.layers.values()) // group.devices
+    spare_memory(4 * entries, group.torch_device)  # before measuring, because malloc keeps what it once took
     if not traced.graph.layers and not isinstance(plan, Plan):  # nothing to split, and nothing to measure
         plan, options = "data", {**options, "speeds": [1.0] * group.devices}
     request = PlanRequest(
@@ -121,9 +123,10 @@ def make_plans(
     if given is None and group.devices > 1:
         _print(group, options, "every device times the model's layers ...")
         slowdown, precision = options.get("slowdown", 1.0), options.get("precision", "float32")
+        progress = options.get("progress") or (lambda _: None)
         # Timing draws random numbers, which must not change the script's random state.
         with random_state_kept(group.torch_device):
-            speeds = measure_speeds(group, traced, model, batch, slowdown, precision, _progress(options))
+            speeds = measure_speeds(group, traced, model, batch, slowdown, precision, progress)
     found = made(speeds)
     found = replace(
         found, reduce=options.get("reduce") or found.reduce, wire=options.get("wire") or found.wire,
@@ -146,10 +149,6 @@ def given_speeds(numbers: Sequence[float], devices: int) -> Speeds:
     return Speeds(tuple(float(n) for n in numbers), measured=False)
 
 
-def _progress(options: PlansOptions) -> Progress:
-    return options.get("progress") or (lambda _: None)
-
-
 def _print(group: Group, options: PlansOptions, *lines: str) -> None:
     """Print to standard error on device 0 if there are several devices and the caller gave no `progress`."""
     for line in lines if options.get("progress") is None and group.device == 0 and group.devices > 1 else ():
@@ -162,7 +161,7 @@ def _auto(group: Group, traced: TracedModel, model: nn.Module, request: PlanRequ
     Only one device plans, because devices that share a machine would slow each other. If the times vary too much, they are
     measured once more; if they still do, the plan is `FALLBACK`.
     """
-    progress, budget_s = _progress(options), options.get("budget_s", BUDGET_S)
+    progress, budget_s = options.get("progress") or (lambda _: None), options.get("budget_s", BUDGET_S)
     known, path = known_fleet(group, request, repr(model), options)
     if known.measured is None and group.devices == 1:
         return _alone(group, request, known, options.get("slowdown", 1.0))

@@ -480,7 +480,11 @@ class _Compiler:
             self._await(step.after, step.id)
         if step.phase == "backward" and isinstance(step, Move):
             self._merge(step.reads.key, step.id)
-        found = operations_of(MoveSpec(step.id, schedule, self.device, src, dst, shape, step.wire, source, result))
+        # Tiles do not overlap what leaves. A product's gradient has its own memory; other layers may share one tensor.
+        in_place = isinstance(src, Windows) and isinstance(dst, Tiles)
+        in_place = in_place and all(layer.multiplies for layer in self.graph.readers[step.reads.layer])
+        move = MoveSpec(step.id, schedule, self.device, src, dst, shape, step.wire, source, result, in_place)
+        found = operations_of(move)
         self.main += found.begin
         if found.started:
             self.in_flight[step.id] = deque(found.started)

@@ -57,6 +57,7 @@ class MoveSpec:
     Attributes:
         step: id in the step list.
         source, result: the buffers with this device's shard before and after the move.
+        in_place: received summands may be added into the source.
     """
 
     step: int
@@ -68,6 +69,7 @@ class MoveSpec:
     wire: CommDtype
     source: str
     result: str
+    in_place: bool = False
 
     def operations(self) -> ExchangeOperations:
         own, wanted = (box(layout, self.device, self.shape) for layout in (self.src, self.dst))
@@ -124,7 +126,8 @@ class _DirectMove:
             self.shard = f"message {step}.own"
             self.begin.append(ops.Make(step, self.shard, _extent(own), narrow=True))
             self.begin.append(ops.Copy(step, Part(self.move.source), Part(self.shard), entries(own)))
-        if wanted is not None and not arrives and covers([t.box for t in keeps], wanted):
+        in_place = self.move.in_place and not self.narrow and [t.box for t in keeps] == [wanted]
+        if wanted is not None and (in_place or (not arrives and covers([t.box for t in keeps], wanted))):
             here = Part(self.shard, _local_box(wanted, own))
             if self.rounds_own:
                 self.begin.append(ops.Make(step, result, _extent(wanted), result=True))

@@ -74,12 +74,8 @@ def _extended(graph: Graph, placed: Mapping[str, Placement], layer: Layer, wante
     if not (isinstance(at, Tiles) and isinstance(wanted, Windows) and _is_border(wanted, at)):
         return {}
     # A norm's statistics count each entry once. Inputs have one layout in training and evaluation.
-    if (
-        layer.random
-        or layer.several
-        or exchanges_statistics(layer, at)
-        or any(graph[i].kind == "input" for i in layer.inputs)
-    ):
+    reads_input = any(graph[i].kind == "input" for i in layer.inputs)
+    if reads_input or layer.random or layer.several or exchanges_statistics(layer, at):
         return {}
     readers = [each for reader in graph.readers[layer.name] for each in reader.inputs if each == layer.name]
     placement = None if len(readers) > 1 or layer.name in graph.outputs else in_tiles(graph, layer, wanted)
@@ -94,12 +90,9 @@ def _extended(graph: Graph, placed: Mapping[str, Placement], layer: Layer, wante
 
 def _is_border(windows: Windows, tiles: Tiles) -> bool:
     """Return whether each device's window is its tile with a narrow border."""
-    for window, tile in zip(windows.boxes, tiles.boxes, strict=True):
-        if window is not None and (tile is None or intersection(window, tile) != tile):
-            return False
-        if window is not None and tile is not None and entries(window) > MOST_BORDER * entries(tile):
-            return False
-    return True
+    pairs = [(window, tile) for window, tile in zip(windows.boxes, tiles.boxes, strict=True) if window is not None]
+    inside = all(tile is not None and intersection(window, tile) == tile for window, tile in pairs)
+    return inside and all(entries(window) <= MOST_BORDER * entries(tile) for window, tile in pairs if tile)
 
 
 def parameter_layouts(plan: Plan, graph: Graph) -> dict[str, Layout]:

@@ -98,7 +98,7 @@ def spare_memory_for(program: Program, graph: Graph, device: torch.device) -> No
     """Keep the memory of a CPU process small if a step of this program could need too much."""
     if device.type == "cpu":
         itemsize = max(getattr(torch, layer.dtype).itemsize for layer in graph.layers.values())
-        spare_memory(device_memory(program.program, program.steps, graph, itemsize=itemsize).total_bytes)
+        spare_memory(device_memory(program.program, program.steps, graph, itemsize=itemsize).total_bytes, device)
 
 
 def _is_owned(graph: Graph, name: str, readers: int) -> bool:

@@ -12,6 +12,8 @@ from convoy.errors import PlanError
 from convoy.layout.layout import Tiles, Windows
 from convoy.model.tracing import trace
 from convoy.plan import placing
+from convoy.plan.compile import compile_all
+from convoy.plan.device_program import Make
 from convoy.plan.lower import lower
 from convoy.plan.placing import pin, placements
 from convoy.plan.plan import Plan
@@ -133,6 +135,37 @@ def test_border_is_exchanged_where_computing_it_saves_no_exchange() -> None:
     x = torch.zeros(1, 3, 64, 8)
     placed = placements(spatial(net, x, 2, Spatial((1, 1))), trace(net, x).graph)
     assert [isinstance(placed[name].gives, Tiles) for name in placed] == [False, *[True] * 5]
+
+
+class OneGradient(nn.Module):
+    """Adds values that are exchanged with borders, and whose gradients are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm2d(3) for _ in range(3))
+        self.conv, self.last = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = (norm(x * (i + 1)) for i, norm in enumerate(self.norms))
+        y: Tensor = self.last(self.conv(a) + b.relu() + c.relu())
+        return y
+
+
+def test_gradients_of_borders_are_added_in_place_only_into_a_gradient_of_its_own() -> None:
+    """A copy of the tile would take as much memory as the window."""
+
+    x = torch.randn(2, 3, 16, 8, dtype=torch.float64)
+
+    def copied(net: nn.Module) -> int:
+        graph = trace(net, x).graph
+        (program, _) = compile_all(lower(spatial(net, x, 2, Spatial((1, 1))), graph), graph)
+        return sum(isinstance(op, Make) and op.zeros for op in program.backward)
+
+    first = nn.Conv2d(3, 3, 1).double()
+    assert copied(nn.Sequential(first, nn.BatchNorm2d(3), nn.Conv2d(3, 3, 3, padding=1)).double()) == 0
+    net = nn.Sequential(first, OneGradient()).double()
+    assert copied(net) == 2
+    assert difference(net, spatial(net, x, 2, Spatial((1, 1))), [x, x]) < 1e-10
 
 
 def test_border_follows_only_the_strategy_of_its_own_layer() -> None:

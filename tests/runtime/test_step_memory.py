@@ -16,6 +16,8 @@ from convoy.comm.group import AloneGroup, Group
 from convoy.data import Images
 from convoy.launch.host_job import memory_environment
 from convoy.machine.accelerator import limit_memory
+from convoy.measure.layer_timer import measure_speeds
+from convoy.measure.planning import make_plans
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.presets import PLANS, Speeds, named_plan
@@ -91,8 +93,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     assert int(run.stdout) < 4000
 
 
-def resident_bytes(limit_bytes: float) -> int:
-    """Train a U-Net of 55 MB of tensors, and return how much the process's memory grew at its peak."""
+def resident_bytes(limit_bytes: float, measures: bool) -> int:
+    """Train a U-Net of 55 MB of tensors, and return how much the process's memory grew at its peak.
+
+    Args:
+        measures: plan and measure before training.
+    """
 
     def status(name: str) -> int:
         rows = Path("/proc/self/status").read_text().splitlines()
@@ -104,18 +110,23 @@ def resident_bytes(limit_bytes: float) -> int:
         before = status("RssAnon")
         Path("/proc/self/clear_refs").write_text("5")
         model, example = build_net("unet:8", (3, side, side), 10), torch.zeros(1, 3, side, side)
-        part = distribute(model, named_plan("data", trace(model, example).graph, 1, Speeds((1.0,))), group, example)
+        plan = named_plan("data", trace(model, example).graph, 1, Speeds((1.0,)))
+        if measures and side > 16:
+            make_plans(model, example, 1, group, plan)
+            measure_speeds(group, trace(model, example), model, 1)
+        part = distribute(model, plan, group, example)
         for _ in range(3):
             part(example, batch=1).square().mean().backward()
     return status("VmHWM") - status("RssFile") - before
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="this kernel does not show a process's peak")
-def test_freed_memory_goes_back_to_the_system_if_memory_is_short() -> None:
+@pytest.mark.parametrize("measures", [False, True])
+def test_freed_memory_goes_back_to_the_system_if_memory_is_short(measures: bool) -> None:
     """Regression: malloc kept three times the memory of a step's tensors, which no prediction counts."""
 
     def run(limit_bytes: float) -> int:
-        program = f"from tests.runtime.test_step_memory import resident_bytes as f; print(f({limit_bytes}))"
+        program = f"from tests.runtime.test_step_memory import resident_bytes as f; print(f({limit_bytes}, {measures}))"
         command, environment = [sys.executable, "-c", program], os.environ | memory_environment(os.environ)
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
         return int(done.stdout)
