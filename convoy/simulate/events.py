@@ -196,12 +196,8 @@ class _Play:
                 _, device, key = heapq.heappop(self.late)
                 self._mark(device, key)
             self._walk_ready()
-        return Timeline(
-            tuple(self.events),
-            max((e.end_s for e in self.events), default=0.0),
-            tuple(self.compute_s),
-            tuple(self.exchange_s),
-        )
+        end_s = max((event.end_s for event in self.events), default=0.0)
+        return Timeline(tuple(self.events), end_s, tuple(self.compute_s), tuple(self.exchange_s))
 
     # --- time --------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ allocator. `MemoryLimits` subtracts the process's memory before training from th
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -163,8 +163,8 @@ def memory_of(
     steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4
 ) -> tuple[DeviceMemory, ...]:
     """Return the memory that a step needs on each device; of several micro-batches, the last one needs most."""
-    programs = compile_all(steps, graph)
-    return tuple(device_memory(each, steps, graph, optimizer=optimizer, itemsize=itemsize) for each in programs)
+    rows = compile_all(steps, graph)
+    return tuple(device_memory(each, steps, graph, optimizer=optimizer, itemsize=itemsize) for each in rows)
 
 
 def device_memory(
@@ -244,20 +244,19 @@ def _peak_bytes(program: DeviceProgram, steps: StepList, graph: Graph, itemsize:
     entropy needs two more tensors of the outputs' size.
     """
     memory, computes = _LiveMemory(), [step for step in steps.steps if isinstance(step, ComputeStep)]
-    values = {value.key: value for step in computes for value in (*step.reads, step.writes)}
-    values |= {value.key: value for value in (*steps.inputs, *steps.outputs)}
+    used = (value for step in computes for value in (*step.reads, step.writes))
+    values = {value.key: value for value in (*used, *steps.inputs, *steps.outputs)}
     back = {step.layer for step in computes if step.phase == "backward"}
     spread = {name for step in steps.steps if isinstance(step, GatherStatistics) for name in step.layers}
     forward, backward = (
         [each for op in phase for each in (op.operations if isinstance(op, ops.Fused) else (op,))]
         for phase in (program.forward, program.backward)
     )
-    operations = [*forward, *backward]
+    operations, ends = [*forward, *backward], len(forward) + len(backward)
     last = {name: i for i, op in enumerate(operations) for name in (*ops.reads_of(op), *ops.writes_of(op))}
     slots: dict[str, int] = {}
     read: dict[str, tuple[str, ...]] = {}
     padded_bytes: dict[str, int] = {}
-    ends = len(operations)
 
     def bytes_of(key: str) -> int:
         value = values.get(key)
@@ -271,9 +270,7 @@ def _peak_bytes(program: DeviceProgram, steps: StepList, graph: Graph, itemsize:
         if i == len(forward):
             for name, value in zip(gradients, steps.outputs, strict=True):
                 memory.make(name, bytes_of(value.key))
-            memory.make("loss", 2 * sum(bytes_of(value.key) for value in steps.outputs))
-            memory.note()
-            memory.free("loss")
+            memory.note(further_bytes=2 * sum(bytes_of(value.key) for value in steps.outputs))
         match op:
             case ops.Compute(phase="forward", part="all"):
                 layer, read[op.layer], made = graph[op.layer], op.reads, op.writes[0]
@@ -305,11 +302,7 @@ def _peak_bytes(program: DeviceProgram, steps: StepList, graph: Graph, itemsize:
             case ops.Pack() | ops.PackWeights():
                 size = op.made if isinstance(op, ops.PackWeights) else 0 if op.alone else op.size
                 memory.make(op.buffer, size * itemsize, exchanged=True)
-        # A convolution copies its input and output, or their gradients, into another format. At the end of an image it pads
-        # its input, again in backward.
-        copied = isinstance(op, ops.Compute) and bool(graph[op.layer].windows) and graph[op.layer].multiplies
-        further_bytes = padded_bytes.get(op.layer, 0) if isinstance(op, ops.Compute) else 0
-        memory.note({*ops.reads_of(op), *ops.writes_of(op)} if copied else (), further_bytes)
+        memory.note(_copied(op, graph), padded_bytes.get(op.layer, 0) if isinstance(op, ops.Compute) else 0)
         if isinstance(op, ops.Compute) and op.phase == "backward" and op.last and op.part != "statistics":
             memory.forget(op.layer)
         for name in {*ops.reads_of(op), *ops.writes_of(op)}:
@@ -318,6 +311,17 @@ def _peak_bytes(program: DeviceProgram, steps: StepList, graph: Graph, itemsize:
     most, exchanged = memory.most
     exchanged = exchanged if read else most  # a device that computes nothing only receives the outputs
     return most - exchanged, exchanged + sum(slots.values())
+
+
+def _copied(op: ops.Operation, graph: Graph) -> tuple[str, ...]:
+    """Return the buffers that a convolution copies into another format: its input and output, or their gradients.
+
+    oneDNN copies the larger side of a strided convolution twice where it computes that side.
+    """
+    if not isinstance(op, ops.Compute) or not (layer := graph[op.layer]).windows or not layer.multiplies:
+        return ()
+    enlarges = any(w.stride > 1 for w in layer.windows) and (op.phase == "backward") == (layer.kind == "conv")
+    return (*op.reads, *op.writes, *(op.writes if enlarges else ()))
 
 
 def _pads(layer: Layer, outputs: Box, inputs: Box) -> bool:
@@ -373,7 +377,7 @@ class _LiveMemory:
         if name in self._owner:
             self._release(self._owner.pop(name))
 
-    def note(self, copied: Collection[str] = (), further_bytes: int = 0) -> None:
+    def note(self, copied: Sequence[str] = (), further_bytes: int = 0) -> None:
         """Note the bytes of this time, with copies of some buffers, and further bytes."""
         further = further_bytes + sum(self._size[self._owner[name]][0] for name in copied if name in self._owner)
         self.most = max(self.most, (self._now + further, self._exchanged))

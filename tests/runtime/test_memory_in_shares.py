@@ -5,15 +5,12 @@ tensors are counted: so every whole gradient that may be there is there.
 """
 
 import gc
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from convoy.api import distribute
 from convoy.comm.group import Group
@@ -28,7 +25,7 @@ from convoy.runtime import executor
 from convoy.runtime.exchange import Lane, Slots
 from convoy.runtime.gradients import SumLane, Sums, Worker
 from convoy.simulate.memory import memory_of
-from tests.runtime.test_memory_peak import Living
+from tests.runtime.test_memory_peak import peak_of
 from tests.support.processes import on_processes
 
 BATCH, WIDTH = 16, 1024
@@ -72,28 +69,8 @@ class SlowSums(Sums):
             self._run(*self._held.pop(0))
 
 
-class LivingMemory(Living):
-    """A `Living` that counts tensors in the same memory once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.places: dict[StorageWeakRef, int] = {}
-
-    def note(self, values: Iterable[Any], further_bytes: int = 0) -> None:
-        for value in values:
-            if isinstance(value, Tensor):
-                storage = value.untyped_storage()
-                ref = StorageWeakRef(storage)
-                self.sizes[ref] = storage.nbytes()
-                self.places[ref] = storage.data_ptr() if storage.nbytes() else 0
-        living = ((ref, torch.UntypedStorage._new_with_weak_ptr(ref.cdata)) for ref in self.sizes)
-        self.sizes = {ref: storage.nbytes() for ref, storage in living if storage is not None}  # some were emptied
-        places = {self.places[ref]: size for ref, size in self.sizes.items() if size}
-        self.peak_bytes = max(self.peak_bytes, further_bytes + sum(places.values()))
-
-
 def peak_bytes(group: Group, form: Form, name: str) -> int:
-    """Return the peak of live tensor bytes in two training steps."""
+    """Return the peak bytes of two training steps."""
     executor.Sums = SlowSums  # type: ignore[misc]  # of this process
     plan, _ = planned(form)
     part = distribute(net(), plan, group, EXAMPLE)
@@ -110,12 +87,7 @@ def peak_bytes(group: Group, form: Form, name: str) -> int:
         loss.backward()
         optimizer.step()
 
-    step()
-    with LivingMemory() as living:
-        living.note([*part.parameters(), x, *(v for state in optimizer.state.values() for v in state.values())])
-        step()
-        step()
-    return living.peak_bytes
+    return peak_of(step, part, optimizer, x)
 
 
 SLOW = pytest.mark.slow
