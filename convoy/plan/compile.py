@@ -480,9 +480,7 @@ class _Compiler:
             self._await(step.after, step.id)
         if step.phase == "backward" and isinstance(step, Move):
             self._merge(step.reads.key, step.id)
-        # Tiles do not overlap what leaves. A product's gradient has its own memory; other layers may share one tensor.
-        in_place = isinstance(src, Windows) and isinstance(dst, Tiles)
-        in_place = in_place and all(layer.multiplies for layer in self.graph.readers[step.reads.layer])
+        in_place = isinstance(src, Windows) and isinstance(dst, Tiles) and self._owns_gradient(step.reads.layer)
         move = MoveSpec(step.id, schedule, self.device, src, dst, shape, step.wire, source, result, in_place)
         found = operations_of(move)
         self.main += found.begin
@@ -490,6 +488,13 @@ class _Compiler:
             self.in_flight[step.id] = deque(found.started)
             if not self.overlap or isinstance(step, st.ReturnGradient):
                 self._await([step.id], step.id)
+
+    def _owns_gradient(self, name: str) -> bool:
+        """Return whether no other tensor shares the memory of a value's gradient, because products compute it anew."""
+        readers = [] if name in self.graph.outputs else self.graph.readers[name]
+        if [layer.kind for layer in readers] == ["elementwise"]:
+            return self._owns_gradient(readers[0].name)
+        return bool(readers) and all(layer.multiplies for layer in readers)
 
     def _statistics(self, step: st.GatherStatistics) -> None:
         """All-gather each member's row of sums. In forward, combine them into the statistics of the global batch."""

@@ -58,20 +58,24 @@ MOST_BORDER = 1.25
 
 
 def _compute_borders(graph: Graph, placed: dict[str, Placement]) -> None:
-    """Let layers compute the windows that their only reader reads, where this saves an exchange between them.
-
-    Backward is linear in the gradient of a window, whose sum over devices is the gradient of the value. So the same is true
-    of the gradients of weights and of earlier windows.
-    """
+    """Let layers compute the windows that their only reader reads, where this saves an exchange or a copy of a tile."""
     for layer in reversed(list(graph.layers.values())):
         for name, wanted in zip(layer.inputs, placed[layer.name].takes, strict=True):
             placed |= _extended(graph, placed, graph[name], wanted)
 
 
-def _extended(graph: Graph, placed: Mapping[str, Placement], layer: Layer, wanted: Layout) -> dict[str, Placement]:
-    """Return placements of a layer, and of layers before it, that give the windows `wanted`; none if it saves no exchange."""
+def _extended(
+    graph: Graph, placed: Mapping[str, Placement], layer: Layer, wanted: Layout, *, copies: bool = True
+) -> dict[str, Placement]:
+    """Return placements of a layer, and of layers before it, that give the windows `wanted`; none if it saves no exchange.
+
+    With `copies`, activations qualify, too: with its input exchanged instead of its output, no tile is kept twice.
+    """
     at = placed[layer.name].gives
-    if not (isinstance(at, Tiles) and isinstance(wanted, Windows) and _is_border(wanted, at)):
+    if not isinstance(at, Tiles) or not isinstance(wanted, Windows):
+        return {}
+    rows = [(w, t) for w, t in zip(wanted.boxes, at.boxes, strict=True) if w is not None]
+    if any(t is None or intersection(w, t) != t or entries(w) > MOST_BORDER * entries(t) for w, t in rows):
         return {}
     # A norm's statistics count each entry once. Inputs have one layout in training and evaluation.
     reads_input = any(graph[i].kind == "input" for i in layer.inputs)
@@ -83,16 +87,11 @@ def _extended(graph: Graph, placed: Mapping[str, Placement], layer: Layer, wante
         return {}
     before: dict[str, Placement] = {}
     for name, needed in zip(layer.inputs, placement.takes, strict=True):
-        before |= _extended(graph, placed, graph[name], needed)
-    exchanges = any(placed[i].gives != takes for i, takes in zip(layer.inputs, placed[layer.name].takes, strict=True))
-    return {layer.name: replace(placement, note=placed[layer.name].note), **before} if before or exchanges else {}
-
-
-def _is_border(windows: Windows, tiles: Tiles) -> bool:
-    """Return whether each device's window is its tile with a narrow border."""
-    pairs = [(window, tile) for window, tile in zip(windows.boxes, tiles.boxes, strict=True) if window is not None]
-    inside = all(tile is not None and intersection(window, tile) == tile for window, tile in pairs)
-    return inside and all(entries(window) <= MOST_BORDER * entries(tile) for window, tile in pairs if tile)
+        before |= _extended(graph, placed, graph[name], needed, copies=False)
+    saves = any(placed[i].gives != takes for i, takes in zip(layer.inputs, placed[layer.name].takes, strict=True))
+    if not (before or saves or (copies and layer.kind == "elementwise")):
+        return {}
+    return {layer.name: replace(placement, note=placed[layer.name].note), **before}
 
 
 def parameter_layouts(plan: Plan, graph: Graph) -> dict[str, Layout]:
@@ -102,11 +101,8 @@ def parameter_layouts(plan: Plan, graph: Graph) -> dict[str, Layout]:
 
 def used_layouts(graph: Graph, placed: Mapping[str, Placement]) -> dict[str, Layout]:
     """Return the layouts in which layers compute with parameters, by key: as kept, or gathered from shards."""
-    return {
-        graph[name].parameters[key].key: layout
-        for name, each in placed.items()
-        for key, layout in each.parameters.items()
-    }
+    rows = ((graph[name].parameters, each.parameters) for name, each in placed.items())
+    return {parameters[name].key: layout for parameters, layouts in rows for name, layout in layouts.items()}
 
 
 def kept_layouts(plan: Plan, graph: Graph, used: Mapping[str, Layout]) -> dict[str, Layout]:
@@ -140,10 +136,8 @@ def unnamed(
         return None, Placement((leading,), leading)
     # Without a batched input the layer depends only on parameters: every device computes it.
     reads_batch = leading is not None and layer.batched
-    if leading is not None and reads_batch:
-        followed = follow(graph, layer, leading, devices)
-        if followed is not None:
-            return None, followed
+    if leading is not None and reads_batch and (followed := follow(graph, layer, leading, devices)) is not None:
+        return None, followed
     if isinstance(otherwise, Batch) and not layer.per_sample:
         # The device with the most samples is the fastest one, according to the plan.
         otherwise = One(otherwise.shares.index(max(otherwise.shares)))

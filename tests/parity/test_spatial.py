@@ -137,6 +137,13 @@ def test_border_is_exchanged_where_computing_it_saves_no_exchange() -> None:
     assert [isinstance(placed[name].gives, Tiles) for name in placed] == [False, *[True] * 5]
 
 
+def test_activation_is_not_kept_a_second_time_with_its_border() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, 1, 1), nn.BatchNorm2d(4))
+    x = torch.zeros(1, 3, 64, 8)
+    placed = placements(spatial(net, x, 2, Spatial((1, 1))), trace(net, x).graph)
+    assert [name for name in placed if isinstance(placed[name].gives, Windows)] == ["2"]
+
+
 class OneGradient(nn.Module):
     """Adds values that are exchanged with borders, and whose gradients are one tensor."""
 

@@ -225,7 +225,7 @@ def difference(net: nn.Module, plan: Plan, inputs: Sequence[Tensor]) -> float:
     def work(group: Group) -> float:
         here = Distributed(net, plan, group, inputs[0])
         found = [*train(here, lambda x: here(x, whole=True)), *here.full_state_dict().values()]
-        return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True) if a.numel())
+        return max(float((a.cpu() - b.cpu()).abs().max()) for a, b in zip(found, expected, strict=True) if a.numel())
 
     return max(run_on_threads(plan.devices, work))
 
