@@ -69,7 +69,7 @@ def _extended(
 ) -> dict[str, Placement]:
     """Return placements of a layer, and of layers before it, that give the windows `wanted`; none if it saves no exchange.
 
-    With `copies`, activations qualify, too: with its input exchanged instead of its output, no tile is kept twice.
+    With `copies`, an activation after a norm qualifies, too: if its input is exchanged, its tile is not kept twice.
     """
     at = placed[layer.name].gives
     if not isinstance(at, Tiles) or not isinstance(wanted, Windows):
@@ -89,7 +89,8 @@ def _extended(
     for name, needed in zip(layer.inputs, placement.takes, strict=True):
         before |= _extended(graph, placed, graph[name], needed, copies=False)
     saves = any(placed[i].gives != takes for i, takes in zip(layer.inputs, placed[layer.name].takes, strict=True))
-    if not (before or saves or (copies and layer.kind == "elementwise")):
+    copies = copies and layer.kind == "elementwise" and exchanges_statistics(graph[layer.inputs[0]], at)
+    if not (before or saves or copies):
         return {}
     return {layer.name: replace(placement, note=placed[layer.name].note), **before}
 
