@@ -490,7 +490,7 @@ class _Compiler:
                 self._await([step.id], step.id)
 
     def _owns_gradient(self, name: str) -> bool:
-        """Return whether no other tensor shares the memory of a value's gradient, because products compute it anew."""
+        """Return whether a value's gradient shares memory with no other tensor: a convolution or Linear allocates it."""
         readers = [] if name in self.graph.outputs else self.graph.readers[name]
         if [layer.kind for layer in readers] == ["elementwise"]:
             return self._owns_gradient(readers[0].name)

@@ -57,7 +57,7 @@ class MoveSpec:
     Attributes:
         step: id in the step list.
         source, result: the buffers with this device's shard before and after the move.
-        in_place: received summands may be added into the source.
+        in_place: add received parts into the source. No sent part may overlap what this device keeps.
     """
 
     step: int

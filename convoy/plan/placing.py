@@ -65,11 +65,11 @@ def _compute_borders(graph: Graph, placed: dict[str, Placement]) -> None:
 
 
 def _extended(
-    graph: Graph, placed: Mapping[str, Placement], layer: Layer, wanted: Layout, *, copies: bool = True
+    graph: Graph, placed: Mapping[str, Placement], layer: Layer, wanted: Layout, *, activations: bool = True
 ) -> dict[str, Placement]:
-    """Return placements of a layer, and of layers before it, that give the windows `wanted`; none if it saves no exchange.
+    """Return placements of a layer, and of layers before it, that give the windows `wanted`; none if this saves no exchange.
 
-    With `copies`, an activation after a norm qualifies, too: if its input is exchanged, its tile is not kept twice.
+    With `activations`, extend an activation after a norm, too: if its input is exchanged, its tile is not kept twice.
     """
     at = placed[layer.name].gives
     if not isinstance(at, Tiles) or not isinstance(wanted, Windows):
@@ -87,10 +87,10 @@ def _extended(
         return {}
     before: dict[str, Placement] = {}
     for name, needed in zip(layer.inputs, placement.takes, strict=True):
-        before |= _extended(graph, placed, graph[name], needed, copies=False)
-    saves = any(placed[i].gives != takes for i, takes in zip(layer.inputs, placed[layer.name].takes, strict=True))
-    copies = copies and layer.kind == "elementwise" and exchanges_statistics(graph[layer.inputs[0]], at)
-    if not (before or saves or copies):
+        before |= _extended(graph, placed, graph[name], needed, activations=False)
+    exchanges = any(placed[i].gives != takes for i, takes in zip(layer.inputs, placed[layer.name].takes, strict=True))
+    saves_copy = activations and layer.kind == "elementwise" and exchanges_statistics(graph[layer.inputs[0]], at)
+    if not (before or exchanges or saves_copy):
         return {}
     return {layer.name: replace(placement, note=placed[layer.name].note), **before}
 

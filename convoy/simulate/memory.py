@@ -1,8 +1,8 @@
 """Computes the bytes that a plan needs on each device during training.
 
-Counted: weights and buffers; a gradient per trainable entry; the optimizer's state; the peak of activations, their gradients
-and exchange buffers, from the device program. Not counted: kernel workspaces, prefetched batches, memory cached by the
-allocator. `MemoryLimits` subtracts the process's memory before training from the limit.
+Counted: weights and buffers; a gradient per trainable entry; the optimizer's state; the peak of activations, their gradients,
+exchange buffers and copies of convolutions, from the device program. Not counted: other workspaces, prefetched batches, memory
+cached by the allocator. `MemoryLimits` subtracts the process's memory before training from the limit.
 """
 
 import math
@@ -163,8 +163,8 @@ def memory_of(
     steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4
 ) -> tuple[DeviceMemory, ...]:
     """Return the memory that a step needs on each device; of several micro-batches, the last one needs most."""
-    rows = compile_all(steps, graph)
-    return tuple(device_memory(each, steps, graph, optimizer=optimizer, itemsize=itemsize) for each in rows)
+    programs = compile_all(steps, graph)
+    return tuple(device_memory(each, steps, graph, optimizer=optimizer, itemsize=itemsize) for each in programs)
 
 
 def device_memory(
@@ -325,7 +325,7 @@ def _copied(op: ops.Operation, graph: Graph) -> tuple[str, ...]:
 
 
 def _pads(layer: Layer, outputs: Box, inputs: Box) -> bool:
-    """Return whether a tile's window reaches over an end of the image, along an axis that is split."""
+    """Return whether a tile's window reaches over an end of the image, so that forward and backward pad its input."""
     spans = zip(layer.windows, outputs[2:], inputs[2:], strict=True)
     return layer.kind == "conv" and any(w.read(out) != held for w, out, held in spans if out != (0, w.outputs))
 

@@ -158,9 +158,8 @@ class OneGradient(nn.Module):
         return y
 
 
-def test_gradients_of_borders_are_added_in_place_only_into_a_gradient_of_its_own() -> None:
-    """A copy of the tile would take as much memory as the window."""
-
+def test_border_gradients_are_added_in_place_unless_another_tensor_shares_the_memory() -> None:
+    """Otherwise backward needs a copy of the tile."""
     x = torch.randn(2, 3, 16, 8, dtype=torch.float64)
 
     def copied(net: nn.Module) -> int:
